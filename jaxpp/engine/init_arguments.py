@@ -93,13 +93,15 @@ def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> InitAr
 def with_inputs(where: str, init: Tree, batch: Batch) -> tuple[Tree, str]:
     """``init``, if a function, as one of the key alone, and that as a line of code if it takes inputs too, as Flax's does.
 
-    The inputs are those of the batch that have the names of what ``init`` takes; or the batch, if it is one array.
+    The inputs are those of the batch that have the names of what ``init`` takes; or the batch, if it is one array, and ``init`` is a
+    model's or calls it ``x``, ``inputs`` or ``batch``.
     """
     wanted = _inputs_of(init) if _kind(init) == _FUNCTION else []
     if not wanted:
         return init, ""
     given = batch if isinstance(batch, Mapping) else {}
-    if wanted == ["batch"] or (len(wanted) == 1 and jax.tree_util.all_leaves([batch])):
+    alone = len(wanted) == 1 and jax.tree_util.all_leaves([batch]) and (_is_of_model(init) or wanted[0] in ("x", "inputs"))
+    if alone or wanted == ["batch"]:
         found, names = [batch], ["batch"]
     else:
         found, names = [given[name] for name in wanted if name in given], [f'batch["{name}"]' for name in wanted]
@@ -122,11 +124,18 @@ def _made_with(init: Callable[..., Tree], inputs: Sequence[Tree], key: Key) -> T
 
 def _inputs_of(init: Callable[..., Tree]) -> list[str]:
     """What a function cannot be called without, beside the key, by position: of Flax's ``model.init`` what the model takes."""
-    method, bound = _method_of(init), getattr(init, "keywords", {})
-    model = getattr(method, "__self__", None)
-    if getattr(method, "__name__", "") != "init" or not callable(model) or not hasattr(model, "apply"):
+    if not _is_of_model(init):
         return _required(init)[1:]
-    return [] if "method" in bound or getattr(init, "args", ()) else [name for name in _required(model) if name not in bound]
+    bound = getattr(init, "keywords", {})
+    unsure = "method" in bound or getattr(init, "args", ())
+    return [] if unsure else [name for name in _required(_method_of(init).__self__) if name not in bound]
+
+
+def _is_of_model(init: Callable[..., Tree]) -> bool:
+    """Whether a function is the ``init`` of a Flax model, or that with some arguments bound."""
+    method = _method_of(init)
+    model = getattr(method, "__self__", None)
+    return getattr(method, "__name__", "") == "init" and callable(model) and hasattr(model, "apply")
 
 
 def _required(function: Callable[..., object]) -> list[str]:

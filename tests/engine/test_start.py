@@ -417,6 +417,12 @@ def needs_config(key, config):
             "model.init, which takes x, train beside the key, and a dict of 2",
             'model.init(key, batch["x"])',
         ),
+        (
+            needs_config,
+            BATCH["x"],
+            "needs_config, which takes config beside the key, and an array f32[8,4]",
+            "needs_config(key, batch)",
+        ),
         (needs_config, BATCH, "needs_config, which takes config beside the key", 'needs_config(key, batch["x"])'),
         (MODEL.init, jax.eval_shape(lambda: BATCH), "and a batch of shapes", "model.init(key, jnp.zeros(...))"),
     ],
