@@ -93,8 +93,8 @@ def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> InitAr
 def with_inputs(where: str, init: Tree, batch: Batch) -> tuple[Tree, str]:
     """``init``, if a function, as one of the key alone, and that as a line of code if it takes inputs too, as Flax's does.
 
-    The inputs are those of the batch that have the names of what ``init`` takes; or the batch, if it is one array, and ``init`` is a
-    model's or calls it ``x``, ``inputs`` or ``batch``.
+    The inputs are those of the batch that have the names of what ``init`` takes; or the batch, if it is one array and ``init``
+    is a model's or calls it ``x``, ``inputs`` or ``batch``.
     """
     wanted = _inputs_of(init) if _kind(init) == _FUNCTION else []
     if not wanted:
