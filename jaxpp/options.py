@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from jaxpp.errors import ArgumentError, ScheduleError, shown
-from jaxpp.errors.checks import check_function
+from jaxpp.errors.checks import check_flags, check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.edges import HOST_MEMORY
 from jaxpp.runtime.place import MODEL, Place, Placement, place, submeshes, warn_of_devices
@@ -19,7 +19,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded, offloads
 from jaxpp.schedule.registry import make_for_stages
-from jaxpp.schedule.validate import is_count
+from jaxpp.schedule.validate import check_counts, is_count
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.remat import RematPolicy, offload_of, policies_of
@@ -64,13 +64,14 @@ class Options:
         **others: Any,
     ) -> "Options":
         """The options from the arguments of ``Pipeline`` or ``value_and_grad``; without ``is_loss``, of forwards alone."""
-        num_microbatches = num_stages if num_microbatches is None else num_microbatches
-        counts = {"num_stages": num_stages, "num_microbatches": num_microbatches, "max_shapes": others.get("max_shapes", 1)}
-        if low := [f"{name}={value!r}" for name, value in counts.items() if not is_count(value, least=1)]:
-            where = "jaxpp.Pipeline / jaxpp.value_and_grad" if others.get("is_loss", True) else "jaxpp.Forward"
-            raise ArgumentError(where, "counts are whole numbers of at least 1", low, "pass 1 or more")
+        counts = {"num_stages": num_stages, "max_shapes": others.get("max_shapes", 1)}
+        if num_microbatches is not None:
+            counts["num_microbatches"] = num_microbatches
+        where = "jaxpp.Pipeline / jaxpp.value_and_grad" if others.get("is_loss", True) else "jaxpp.Forward"
+        check_counts(where, counts, ArgumentError)
+        check_flags(where, **{name: others[name] for name in ("has_aux", "has_state") if name in others})
         _check_functions(loss_fn, others)
-        sizes = int(num_stages), int(num_microbatches)
+        sizes = int(num_stages), int(num_stages if num_microbatches is None else num_microbatches)
         made = _schedule_of(schedule, *sizes) if others.get("is_loss", True) else forward(*sizes)
         has_state = others.get("has_state", False)
         if has_state:

@@ -14,7 +14,7 @@ from jaxpp.engine.init_arguments import first_leaves
 from jaxpp.engine.outcome import leaves_read
 from jaxpp.engine.state import Metrics, State, num_gone, states_of, steps_of
 from jaxpp.errors import ArgumentError, CutError, StateError
-from jaxpp.errors.checks import check_function, check_optimizer, refuse_tracers
+from jaxpp.errors.checks import check_flags, check_function, check_optimizer, refuse_tracers
 from jaxpp.errors.tracebacks import entries
 from jaxpp.forward.forward import Forward, Lend, Setup
 from jaxpp.observe.collectives import Collectives, collectives_of
@@ -167,6 +167,7 @@ class Pipeline(Forward):
         hbm = None if hbm is None else parse_bytes(hbm)
         given = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
         check_optimizer(loss_fn, optimizer)
+        check_flags("jaxpp.Pipeline / jaxpp.value_and_grad", has_aux=has_aux, has_state=has_state)
         if bank is not None:
             check_bank(bank)
             loss_fn = join_losses(positional_key(loss_fn, 3 + has_state))
@@ -266,13 +267,15 @@ class Pipeline(Forward):
         ``jax.random.key``'s, other kinds at their first step. The pipeline keeps the newest state as ``pipe.state``.
 
         Args:
-            init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair.
-            *args: ``key, batch`` or ``batch``; of the batch only the shapes are used.
+            init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair. A function that needs inputs
+                too, as a Flax model's ``init`` does, gets the items of the batch that have the names of these arguments
+                (``batch["x"]`` for ``__call__(self, x)``), or the batch if it is one array.
+            *args: ``key, batch`` or ``batch``; of the batch only the shapes are used, unless ``init_fn`` needs inputs.
 
         Raises:
             ArgumentError: other arguments, or in another order.
             CutError: too many stages, or cuts that the model does not have.
-            InitError: ``init_fn`` cannot be traced.
+            InitError: ``init_fn`` cannot be traced, or needs inputs that are not certain; the message has the line to write.
             JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
         """
         given, setup = self._open_given("init", init_or_params, args)
@@ -341,6 +344,7 @@ class Pipeline(Forward):
         """
         setup = self._opened("step")
         refuse_tracers("pipe.step(state, batch, key)", batch, key)
+        check_flags("pipe.step", donate=donate)
         leaves, num_steps = setup.states.unwrap(state, consumed=donate), steps_of(state)
         setup.detector.look()  # before anything is consumed: a warning may be an error
         self._kept = state
@@ -375,10 +379,8 @@ class Pipeline(Forward):
             StateError: the state was consumed.
             BatchError: the batch cannot be split.
         """
-        if loss_fn is not None:
-            check_function("pipe.evaluate(..., loss_fn=...)", "the loss is a function of (params, batch[, key])", loss_fn)
         with self._whole("evaluate", state, batch, key, task) as (engine, leaves):
-            other = self._opened("evaluate").runner.loss(loss_fn)
+            other = self._other_loss("evaluate", loss_fn)
             outcome = engine.run("forward", leaves, batch, key, loss_fn=other)
         return Metrics(loss=outcome.loss, aux=outcome.aux, step=steps_of(state))
 
@@ -442,7 +444,7 @@ class Pipeline(Forward):
             BatchError: the batch cannot be split.
         """
         setup = self._opened("reads")
-        other = setup.runner.loss(loss_fn)
+        other = self._other_loss("reads", loss_fn)
         if key is None and other is None:
             key = setup.engine.preparer.tracing.key_for(setup.engine.layout.given, batch)
         lowered = setup.engine.lower("update" if other is None else "forward", batch, key, loss_fn=other)
@@ -457,6 +459,11 @@ class Pipeline(Forward):
             StateError: before ``init``, which decides where the sets go.
         """
         self._opened("prefetch").runner.prefetch(task)
+
+    def _other_loss(self, where: str, loss_fn: LossFn | None) -> LossFn | None:
+        if loss_fn is not None:
+            check_function(f"pipe.{where}(..., loss_fn=...)", "the loss is a function of (params, batch[, key])", loss_fn)
+        return self._opened(where).runner.loss(loss_fn)
 
     def _opened(self, where: str) -> TrainingSetup:
         setup = super()._opened(where)

@@ -1,5 +1,6 @@
 """``jaxpp.tune``: the pipeline that trains a loss fastest on the devices there are, found by measuring."""
 
+import inspect
 import math
 import numbers
 import os
@@ -12,8 +13,11 @@ from functools import cached_property, partial
 import numpy as np
 import optax
 
+from jaxpp.engine.init_arguments import with_inputs
+from jaxpp.engine.tracing import check_key
 from jaxpp.errors import ArgumentError, JaxppError, shown
 from jaxpp.errors.checks import check_devices, check_optimizer, refuse_tracers
+from jaxpp.errors.keywords import unknown_keywords
 from jaxpp.errors.tracebacks import entries, entry
 from jaxpp.observe.memory.forecast import parse_bytes, reported_room
 from jaxpp.pipeline import Pipeline
@@ -258,6 +262,10 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     """
     refuse_tracers("jaxpp.tune(loss_fn, optimizer, ...)", init_or_params, batch, key)
     check_optimizer(loss_fn, optimizer)
+    check_key(key)
+    if not isinstance(keep, (bool, str, os.PathLike)):
+        rule, fix = "keep is True or False, or the name of a folder", "pass keep=True, keep=False or a folder, or leave it out"
+        raise ArgumentError("jaxpp.tune(..., keep=...)", rule, shown(keep), fix)
     _check_options(options)
     places = check_devices(devices)
     limits = _limits_of(hbm, seconds, num_measured)
@@ -277,6 +285,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         Pipeline(loss_fn, optimizer, num_stages=1, balance=value, **given)  # what cannot be an option is refused before any work
     limits = _agreed(limits, places)
     used = places[: max(space.num_ranks)]
+    init_or_params, _ = with_inputs("jaxpp.tune", init_or_params, batch)
     machine = Devices(loss_fn, optimizer, init_or_params, batch, key, devices=used, options=dict(options), keep=keep)
     _check_params(machine.param_bytes, limits.hbm, len(used))
     found = search(machine, space, limits, saves=remat is None)
@@ -299,6 +308,11 @@ def _agreed(limits: Limits, devices: Sequence[Device]) -> Limits:
 
 
 def _check_options(options: Arguments) -> None:
+    known = [p.name for f in (tune, Pipeline) for p in inspect.signature(f).parameters.values() if p.kind == p.KEYWORD_ONLY]
+    if unknown := {name: value for name, value in options.items() if name not in known}:
+        raise unknown_keywords(
+            "jaxpp.tune(...)", unknown, [name for name in dict.fromkeys(known) if name not in (*_DECIDED, *_ALONE)]
+        )
     if decided := [f"{name}={shown(options[name])}" for name in _DECIDED if name in options]:
         fix = "leave it out; schedules=, num_ranks=, stages_per_rank= and balance= say what is looked at"
         raise ArgumentError("jaxpp.tune(...)", "tune finds the schedule, the number of stages and the cuts itself", decided, fix)

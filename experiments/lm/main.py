@@ -168,6 +168,8 @@ def run(config: Config) -> Result:
         dtype=config.dtype,
     )
     meter = Meter(config.steps, config.batch * config.length, history)
+    if not config.plain:
+        _say(f"Compiling the programs of {config.stages} stages, which takes a minute or so; the table of stages comes next.")
     try:
         state = train(config, model, corpus, meter, checkpoints)
     finally:
@@ -234,7 +236,7 @@ def train(config: Config, model: GPT, corpus: text.Corpus, meter: Meter, checkpo
         state = trainer.init(init, init_key, held_out[0])
     else:
         state = checkpoints.restore(trainer.abstract_state(init, init_key, held_out[0]))
-    tqdm.write(describe(config, trainer, state.step))
+    _say(describe(config, trainer, state.step))
     if not meter.history.val_losses:
         evaluate(state)
     first = state.step + 1
@@ -351,6 +353,12 @@ def main() -> None:
     config = found.config
     if config.checkpoint is not None and found.safe_step != config.steps:
         raise SystemExit(f"lm: step {config.steps} is not saved in {config.checkpoint}: step {found.safe_step} is the newest there")
+
+
+def _say(text: str) -> None:
+    """Print above the progress bar, at once in a pipe too, where a while passes until the next line."""
+    tqdm.write(text)
+    sys.stdout.flush()
 
 
 def _saving(times: Times | None) -> list[str]:

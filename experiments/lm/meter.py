@@ -64,7 +64,7 @@ class Meter:
         while len(self._waiting) > keep:
             loss = float(self._waiting.pop(0))
             if len(self.history.losses) < NUM_PRINTED:
-                tqdm.write(f"step {len(self.history.losses):2d}: loss {loss:.4f}")
+                tqdm.write(f"step {len(self.history.losses) + 1:2d}: loss {loss:.4f}")
             self.history.losses.append(loss)
             if self._since:
                 self._timed += 1

@@ -1,7 +1,9 @@
 """What ``init`` is given: a function, a key and a batch, or parameters (maybe callable) and a batch, told apart by number."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,8 @@ import jax.numpy as jnp
 from jaxpp.engine.compared import init_texts
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.state import State
-from jaxpp.errors import ArgumentError
+from jaxpp.engine.tracing import check_key
+from jaxpp.errors import ArgumentError, InitError
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.lower import trace_init
@@ -18,7 +21,7 @@ from jaxpp.runtime.edges import put
 from jaxpp.runtime.processes.channel import agreement
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import check_floating
-from jaxpp.types import Array, Batch, Home, Key, Tree
+from jaxpp.types import Array, Batch, Home, Key, Leaf, Tree
 
 _FUNCTION, _KEY = "a function", "a key"
 
@@ -30,6 +33,7 @@ class InitArguments(NamedTuple):
     batch: Batch  # of the step, or its shapes
     key: Key | None = None  # for the function; None with parameters
     where: str = "pipe.init"
+    line: str = ""  # what the function is, as a function of the key, if inputs from the batch were added
 
     @property
     def makes(self) -> bool:
@@ -44,6 +48,9 @@ class InitArguments(NamedTuple):
         try:
             return trace_init(self.made, self.key)[1]
         except Exception as error:
+            if isinstance(error, TypeError) and "required positional argument" in str(error) and not _required(self.made):
+                line = _line(self.made, _guess(self.batch))
+                error.add_note(f"jaxpp: {self.where} calls its function with the key alone; if it takes inputs too, pass {line}")
             if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(self.made)):
                 got = f"init was given {_kind(self.made)} as its function"
                 error.add_note(f"jaxpp: {got}; if these are the parameters, leave the key out: {self.where}(params, batch)")
@@ -77,8 +84,88 @@ def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> InitAr
     if len(args) == 1 and {_FUNCTION, _KEY}.isdisjoint(kinds):
         return InitArguments(init_or_params, args[0], where=where)
     if len(args) == 2 and callable(init_or_params) and _may_be_key(args[0]) and kinds[2] not in (_FUNCTION, _KEY):
-        return InitArguments(init_or_params, args[1], args[0], where)
+        check_key(args[0])
+        made, line = with_inputs(where, init_or_params, args[1])
+        return InitArguments(made, args[1], args[0], where, line)
     raise _wrong_init(where, ", ".join(kinds))
+
+
+def with_inputs(where: str, init: Tree, batch: Batch) -> tuple[Tree, str]:
+    """``init``, if a function, as one of the key alone, and that as a line of code if it takes inputs too, as Flax's does.
+
+    The inputs are those of the batch that have the names of what ``init`` takes; or the batch, if it is one array and ``init``
+    is a model's or calls it ``x``, ``inputs`` or ``batch``.
+    """
+    wanted = _inputs_of(init) if _kind(init) == _FUNCTION else []
+    if not wanted:
+        return init, ""
+    given = batch if isinstance(batch, Mapping) else {}
+    alone = len(wanted) == 1 and jax.tree_util.all_leaves([batch]) and (_is_of_model(init) or wanted[0] in ("x", "inputs"))
+    if alone or wanted == ["batch"]:
+        found, names = [batch], ["batch"]
+    else:
+        found, names = [given[name] for name in wanted if name in given], [f'batch["{name}"]' for name in wanted]
+    takes = f"{_name_of(init)}, which takes {', '.join(wanted)} beside the key"
+    if len(found) != len(wanted):
+        rule = "init calls its function with the key, and with items of the batch that have the names of what else it takes"
+        raise InitError(where, rule, f"{takes}, and {_kind(batch)}", f"pass {_line(init, _guess(batch))}")
+    if where.endswith(".init") and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(found)):
+        rule = "a function that takes inputs makes parameters from arrays"
+        raise InitError(where, rule, f"{takes}, and a batch of shapes", f"pass arrays, or {_line(init, 'jnp.zeros(...)')}")
+    return functools.partial(_made_with, init, found), _line(init, *names)
+
+
+def _made_with(init: Callable[..., Tree], inputs: Sequence[Tree], key: Key) -> Tree:
+    def array(leaf: Leaf) -> Leaf:
+        return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+    return init(key, *jax.tree.map(array, inputs))
+
+
+def _inputs_of(init: Callable[..., Tree]) -> list[str]:
+    """What a function cannot be called without, beside the key, by position: of Flax's ``model.init`` what the model takes."""
+    if not _is_of_model(init):
+        return _required(init)[1:]
+    bound = getattr(init, "keywords", {})
+    unsure = "method" in bound or getattr(init, "args", ())
+    return [] if unsure else [name for name in _required(_method_of(init).__self__) if name not in bound]
+
+
+def _is_of_model(init: Callable[..., Tree]) -> bool:
+    """Whether a function is the ``init`` of a Flax model, or that with some arguments bound."""
+    method = _method_of(init)
+    model = getattr(method, "__self__", None)
+    return getattr(method, "__name__", "") == "init" and callable(model) and hasattr(model, "apply")
+
+
+def _required(function: Callable[..., object]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+
+
+def _line(init: Callable[..., Tree], *inputs: str) -> str:
+    return f"lambda key: {_name_of(init)}(key, {', '.join(inputs)})"
+
+
+def _guess(batch: Batch) -> str:
+    """Where in a batch the inputs of a model may be."""
+    if isinstance(batch, Mapping) and batch:
+        first = next(iter(batch))
+        return f'batch["{first}"]' if isinstance(first, str) else f"batch[{first!r}]"
+    return "batch[0]" if isinstance(batch, (tuple, list)) else "batch"
+
+
+def _name_of(init: Callable[..., Tree]) -> str:
+    method = _method_of(init)
+    name = getattr(method, "__name__", "init_fn").replace("<lambda>", "init_fn")
+    return f"model.{name}" if hasattr(getattr(method, "__self__", None), "apply") else name
+
+
+def _method_of(init: Callable[..., Tree]) -> Any:
+    return init.func if isinstance(init, functools.partial) else init
 
 
 def are_swapped(options: Options, given: InitArguments, joined: Callable[[tuple[Tree, ...]], tuple[Tree, ...]]) -> bool:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpp.errors import ArgumentError
+from jaxpp.errors import ArgumentError, shown
 from jaxpp.options import Options
 from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.cuts.cut_loss import CutLoss, cut
 from jaxpp.stages.graph import ancestors
-from jaxpp.stages.jaxpr import aval_of
+from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.stages.loss.aux import Reducer, reducers_of
 from jaxpp.stages.loss.example_axis import Examples, MicrobatchWarning, advice, follow, judge, place_of
 from jaxpp.stages.loss.microbatch import batch_avals, num_examples, resized, shared_leaves
@@ -41,7 +41,7 @@ def same_shapes(known: Tree, tree: Tree) -> bool:
 def shapes_key(batch: Batch, key: object) -> Hashable:
     """The shapes and dtypes of a batch and a key, by which steps and cuts are kept."""
     leaves, tree = jax.tree.flatten(batch)
-    return tree, tuple(map(_shape_of, leaves)), None if key is None else _shape_of(key)
+    return tree, tuple(map(_shape_of, leaves)), None if key is None else (_shape_of(key),)  # what is no key is not as without one
 
 
 def _shape_of(leaf: Any) -> Hashable:
@@ -54,11 +54,22 @@ def _shape_of(leaf: Any) -> Hashable:
     return aval.shape, aval.dtype, aval.weak_type
 
 
-def check_key(key: object) -> None:
-    """Refuse what is no PRNG key."""
-    if key is not None and not hasattr(key, "dtype"):
-        got = f"{type(key).__name__} {key!r}"
-        raise ArgumentError("key", "a key is an array made by jax.random.key", got, "pass jax.random.key(seed)")
+def check_key(key: Any) -> None:
+    """Refuse what is no PRNG key, or several: one key, typed or raw, or its shape, or None."""
+    if key is None:
+        return
+    rule, fix = "a key is an array made by jax.random.key", "pass jax.random.key(seed)"
+    if not (hasattr(key, "dtype") and hasattr(key, "shape")):
+        raise ArgumentError("key", rule, f"{type(key).__name__} {shown(key)}", fix)
+    found = key
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        try:  # a raw key has the shape and the type of JAX's default
+            found = jax.eval_shape(jax.random.wrap_key_data, jax.ShapeDtypeStruct(key.shape, key.dtype))
+        except TypeError:
+            raise ArgumentError("key", rule, describe(key), fix) from None
+    if found.shape:
+        rule = "a key is one key, from which those of microbatches, batches and sequences are folded"
+        raise ArgumentError("key", rule, describe(key), fix)
 
 
 def raw_key(key: Key) -> jax.Array:
@@ -91,7 +102,8 @@ class Tracing:
         return (jax.random.key(0) if key is None else key) if self.takes_key(variables, batch) else None
 
     def check_key_taken(self, loss_fn: LossFn, key: Key | None) -> None:
-        """Refuse a key for a loss, or another function, that takes none, and no key for one that needs it."""
+        """Refuse what is no key, a key for a loss, or another function, that takes none, and no key for one that needs it."""
+        check_key(key)
         found, noun = self._key_argument(loss_fn), "loss" if self.options.is_loss else "function"
         if key is not None and found.sure and found.name is None:
             rule, fix = f"a key is for a {noun} that takes one", f"leave it out, or give the {noun} one more parameter"

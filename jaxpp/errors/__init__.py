@@ -114,7 +114,7 @@ class ParamsError(JaxppError):
 
 
 class InitError(JaxppError):
-    """The init function cannot be traced."""
+    """The init function cannot be traced, or takes inputs beside the key that are not certain to be in the batch."""
 
 
 class OptimizerError(JaxppError):

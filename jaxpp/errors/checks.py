@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
@@ -10,8 +11,23 @@ from jaxpp.errors import ArgumentError, shown
 from jaxpp.types import Device, Tree
 
 
+def check_flags(where: str, **flags: object) -> None:
+    """Refuse what is neither True nor False: the text ``"no"``, which Python takes for True, or a number."""
+    if wrong := [f"{name}={shown(value)}" for name, value in flags.items() if not isinstance(value, (bool, np.bool_))]:
+        names = [name.partition("=")[0] for name in wrong]
+        fix = "; ".join(f"pass {name}=True or {name}=False" for name in names)
+        raise ArgumentError(where, "it is either True or False", wrong, fix)
+
+
 def check_function(where: str, rule: str, value: object, fix: str = "pass the function itself") -> None:
-    """Refuse what cannot be called."""
+    """Refuse what cannot be called, and a model, which is called in a function of the user's."""
+    if callable(getattr(value, "init", None)) and callable(getattr(value, "apply", None)):
+        call, fix = 'model.apply(params, batch["x"])', "write a function that calls model.apply"
+        if rule.startswith("the loss"):
+            fix += f', such as lambda params, batch: jnp.mean(({call} - batch["y"]) ** 2)'
+        elif "carry" not in rule:
+            fix += f", such as lambda params, batch: {call}"
+        raise ArgumentError(where, rule, f"a model, {getattr(value, '__name__', None) or type(value).__name__}", fix)
     if not callable(value):
         raise ArgumentError(where, rule, shown(value), fix)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import NoReturn, SupportsIndex
 
 import jax
 import optax
@@ -14,8 +15,8 @@ from jaxpp.engine.init_arguments import InitArguments, are_swapped, first_leaves
 from jaxpp.engine.state import State, States, states_of
 from jaxpp.engine.tracing import Tracing, check_key, same_shapes
 from jaxpp.errors import ArgumentError, StateError, warn
-from jaxpp.errors.checks import check_function, refuse_tracers
-from jaxpp.errors.tracebacks import entries
+from jaxpp.errors.checks import check_flags, check_function, refuse_tracers
+from jaxpp.errors.tracebacks import entries, entry
 from jaxpp.forward.functions import Functions, Unchanged
 from jaxpp.forward.generate import Generation, check_asked, generation, one_key
 from jaxpp.forward.prompts import Prompts
@@ -121,8 +122,8 @@ class Forward:
         ``jax.jit(init_fn)(key)``. ``init(params, batch)`` copies existing parameters to their owners.
 
         Args:
-            init_or_params: ``init_fn(key) -> params``, or the parameters.
-            *args: ``key, batch`` or ``batch``; of the batch only the shapes are used.
+            init_or_params: ``init_fn(key) -> params``, or the parameters; with inputs too as ``Pipeline.init``.
+            *args: ``key, batch`` or ``batch``; of the batch only the shapes are used, unless ``init_fn`` needs inputs.
 
         Returns:
             the parameters, the user's own tree, each leaf on the device of the stage that uses it.
@@ -255,7 +256,7 @@ class Forward:
         *,
         sample: SampleRule = None,
         key: Key | None = None,
-        stop: int | Iterable[int] = (),
+        stop: int | Iterable[int] | None = (),
         num_groups: int | None = None,
         group_size: int = 1,
         chunk: int = 64,
@@ -280,7 +281,7 @@ class Forward:
                 ``(logits [vocab], key) -> token``.
             key: for sampling; token q of sequence i, its prompt included, is drawn with
                 ``jax.random.fold_in(jax.random.fold_in(key, i), q)``. Default: ``jax.random.key(0)``.
-            stop: a token, or several, that end a sequence; the stop token is given too.
+            stop: a token, or several, that end a sequence; the stop token is given too. None or ``()``: no such token.
             num_groups: how many groups are in flight. Default: as many as there are stages, which keeps equal stages busy.
             group_size: how many sequences a group has; they are computed together, each with a carry of its own.
             chunk: the most tokens of a prompt that one pass takes. Passes take ``chunk`` tokens, an eighth of it, and so on down to
@@ -307,6 +308,7 @@ class Forward:
         with self._lend_or_shapes("generate", state_or_params, task)() as (engine, leaves):
             fn = self._as_called(fn, "generate", with_carry=True)
             refuse_tracers(f"{where}(...)", carry, key)
+            check_flags(f"{where}(...)", progress=progress)
             key = one_key(key)
             num_groups = engine.options.schedule.num_stages if num_groups is None else num_groups
             counts = {"num_groups": num_groups, "group_size": group_size, "chunk": chunk}
@@ -437,6 +439,14 @@ class Forward:
         lines.append(f"  stages: {count:,} parameters in {bytes_in_words(size)}; print({self._name}.stages)")
         return "\n".join([*lines, *(f"  memory: {remark}" for remark in setup.stages.remarks)])
 
+    @entry
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be pickled or copied."""
+        made = "state" if self._options.is_loss else "parameters"
+        where, rule = f"pickle or copy of {self._name}", "it holds devices and compiled programs, which belong to this process"
+        fix = f"keep the {made}, as a checkpoint or pickle.dumps(jax.device_get({made.replace('parameters', 'params')})), and make"
+        raise ArgumentError(where, rule, f"a jaxpp.{type(self).__name__}", f"{fix} the jaxpp.{type(self).__name__} anew")
+
     def _described(self) -> list[str]:
         return [f"Forward of {getattr(self._options.loss_fn, '__name__', 'a function')}", *self._options.described]
 
@@ -457,6 +467,10 @@ class Forward:
         except Exception as error:
             if not given.makes and are_swapped(self._options, given, self._joined):
                 raise swapped(given) from error
+            if given.line:
+                error.add_note(
+                    f"jaxpp: the parameters are made by {given.line}; if the model takes other inputs, pass such a function"
+                )
             raise
 
     def _open(self, made: Tree, batch: Batch, key: Key | None, agree: Agreement | None = None) -> Setup:

@@ -42,9 +42,8 @@ from jaxpp.plan.step import Leaves
 from jaxpp.runtime.execute import Observer
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.progress import progress
-from jaxpp.schedule.validate import is_count
+from jaxpp.schedule.validate import check_counts
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.program import Role
 from jaxpp.types import Array, Aval, Device, ForwardFn, Key, Tree
 
@@ -310,8 +309,7 @@ def generation(
 def check_asked(where: str, engine: Engine, fn: ForwardFn, carry: Tree, counts: Mapping[str, int | None], *, shapes: bool) -> None:
     """Refuse what cannot be generated with: a carry of shapes unless parameters are ``shapes``, and what is not done yet."""
     check_function(f"{where}(..., fn, ...)", "fn is a function of (params, carry, tokens) that returns (new_carry, logits)", fn)
-    if low := [f"{name}={value!r}" for name, value in counts.items() if not is_count(value, least=1)]:
-        raise ArgumentError(f"{where}(...)", "counts are whole numbers of at least 1", low, "pass 1 or more")
+    check_counts(f"{where}(...)", counts, ArgumentError)
     wrong = [
         f"carry{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(carry)
@@ -336,13 +334,7 @@ def one_key(key: Key | None) -> Key:
     """The key, as ``jax.random.key`` makes it; refuses what is no key, or several."""
     check_key(key)
     key = jax.random.key(0) if key is None else key
-    found = None
-    with contextlib.suppress(TypeError):  # a raw key has the shape and the type of JAX's default
-        found = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
-    if found is None or found.shape:
-        rule, fix = "a generation has one key, from which the keys of its sequences are folded", "pass jax.random.key(seed)"
-        raise ArgumentError("key", rule, describe(key), fix)
-    return found
+    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
 
 
 def _forecast(request: Request, hbm: float | str | None) -> Forecast:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxpp.errors import ArgumentError, warn
 from jaxpp.errors.checks import check_devices
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.validate import is_count
+from jaxpp.schedule.validate import check_counts
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Aval, Device, Home, Leaf
@@ -260,9 +260,7 @@ def place(schedule: Schedule, places: Sequence[Place]) -> Placement:
 
 def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel: int, num_ranks: int) -> tuple[Place, ...]:
     """The place of each rank, from the first; cycled by ``place`` if there are fewer. All violations are ``ArgumentError``."""
-    if not is_count(data_parallel, least=1):
-        rule = "data_parallel is the number of replicas, at least 1"
-        raise ArgumentError(f"data_parallel={data_parallel!r}", rule, repr(data_parallel), "pass 1 or more")
+    check_counts("data_parallel, the number of replicas", {"data_parallel": data_parallel}, ArgumentError)
     if mesh is None:
         checked = check_devices(devices)
         if data_parallel == 1:

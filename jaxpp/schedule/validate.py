@@ -7,13 +7,14 @@
 Stages and microbatches are numbered without gaps: with stages 0, 1 and 5, stage 5 is out of range.
 """
 
+import contextlib
 import itertools
 import numbers
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
-from jaxpp.errors import ScheduleError
+from jaxpp.errors import JaxppError, ScheduleError, shown
 from jaxpp.schedule.action import Action, Kind, parse
 from jaxpp.schedule.clock import ActionRow, Times, dependencies
 
@@ -30,10 +31,23 @@ def is_count(value: object, least: int = 0) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
 
 
-def check_counts(where: str, counts: Mapping[str, object]) -> None:
-    """Check the counts that a schedule is made from: whole numbers of at least 1."""
-    if low := [f"{key}={value!r}" for key, value in counts.items() if not is_count(value, least=1)]:
-        raise ScheduleError(where, "counts are whole numbers of at least 1", low, "pass 1 or more")
+def check_counts(where: str, counts: Mapping[str, object], error: type[JaxppError] = ScheduleError) -> None:
+    """Check counts, by name: whole numbers of at least 1."""
+    wrong = {name: value for name, value in counts.items() if not is_count(value, least=1)}
+    if wrong:
+        meant = [f"{name}={number}" for name, value in wrong.items() if (number := _whole_number(value))]
+        fixes = [f"pass {' and '.join(meant)}"] * bool(meant) + ["pass 1 or more"] * (len(meant) < len(wrong))
+        got = [f"{name}={shown(value)}" for name, value in wrong.items()]
+        raise error(where, "counts are whole numbers of at least 1", got, "; ".join(fixes))
+
+
+def _whole_number(value: object) -> int:
+    """The count that another value says in another type (4.0, "4"); 0 if it says none."""
+    if isinstance(value, (str, numbers.Real)) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):  # other text; not a number; infinity
+            number = float(value)
+            return int(number) if number >= 1 and number == int(number) else 0
+    return 0
 
 
 def count(present: Iterable[int]) -> int:
@@ -180,9 +194,9 @@ def _mark_cells(rows: Sequence[ActionRow], marked: Collection[tuple[int, int]], 
     """The rows, ``>bad<`` cells marked, missing ones at the end; what is long and unmarked is left out."""
     touched = {rank for rank, _ in marked} | set(missing)
     lines = []
-    for shown, group in itertools.groupby(range(len(rows)), key=lambda rank: rank in touched or len(rows) <= _RUN):
+    for whole, group in itertools.groupby(range(len(rows)), key=lambda rank: rank in touched or len(rows) <= _RUN):
         ranks = list(group)
-        if shown:
+        if whole:
             lines += [f"rank {rank}: " + " ".join(_cells(rows[rank], rank, marked, missing.get(rank, ()))) for rank in ranks]
         else:
             lines.append(f"ranks {ranks[0]} to {ranks[-1]}: ..." if len(ranks) > 1 else f"rank {ranks[0]}: ...")

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 
-from jaxpp.errors import ArgumentError
+from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors.tracebacks import entries
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, number_in, scan_of, shapes_of, variables, with_body
@@ -194,6 +195,7 @@ def _is_kept(primitive: Primitive, *avals: Aval, **params: Any) -> bool:
     return not may_repeat(primitive.name, avals, params.get("new_dtype"))
 
 
+@entries
 @dataclass(frozen=True)
 class Offload:
     """Keep the least, and let it wait in host memory: the value of ``remat`` that ``"offload"`` stands for.
@@ -236,16 +238,17 @@ def policies_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) 
     least, everything = Least(_TRANSCENDENTAL.get(platform, 0.0)), RematPolicy()
     words = {None: everything, "keep": everything, "recompute": RECOMPUTE, "least": least, "offload": least}
     values = _each_stage(remat, num_stages)
-    wrong = [
-        f"stage {k}: {value!r}"
-        for k, value in enumerate(values)
-        if not (_is_policy(value) or isinstance(value, Offload) or ((value is None or isinstance(value, str)) and value in words))
-    ]
-    wrong += [f"{len(values)} for {num_stages} stages"] if len(values) != num_stages else []
-    if wrong:
+    bad = {k: value for k, value in enumerate(values) if not _is_remat(value, words)}
+    if bad or len(values) != num_stages:
+        wrong = [f"stage {k}: {shown(value)}" for k, value in bad.items()] if isinstance(remat, (list, tuple)) else [shown(remat)]
+        wrong += [f"{len(values)} for {num_stages} stages"] if len(values) != num_stages else []
         rule = 'a stage keeps the least ("least"; "offload": in host memory), everything ("keep"), its inputs only ("recompute"), '
         fix = 'pass "least", "offload", "recompute", a policy of jax.checkpoint_policies, or a list of one a stage'
-        fix = "call it: remat=jaxpp.Offload()" if Offload in values else fix
+        first = next(iter(bad.values()), None)
+        if isinstance(first, (bool, np.bool_)):
+            fix = 'pass remat="recompute", which runs each forward again' if first else 'pass remat="keep", which keeps everything'
+        elif first is Offload:
+            fix = "call it: remat=jaxpp.Offload()"
         raise ArgumentError("remat", rule + "or what a policy says", wrong, fix)
     policies: tuple[RematPolicy, ...] = tuple(
         least if isinstance(value, Offload) else ByPolicy(value) if _is_policy(value) else words[value] for value in values
@@ -253,7 +256,7 @@ def policies_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) 
     return None if all(policy == everything for policy in policies) else policies
 
 
-def _is_policy(value: Remat) -> TypeGuard[Policy]:
+def _is_policy(value: object) -> TypeGuard[Policy]:
     return callable(value) and not isinstance(value, type)
 
 
@@ -265,3 +268,9 @@ def offload_of(remat: Remat | Sequence[Remat], num_stages: int) -> tuple[int | N
 
 def _each_stage(remat: Remat | Sequence[Remat], num_stages: int) -> tuple[Remat, ...]:
     return tuple(remat) if isinstance(remat, Sequence) and not isinstance(remat, str) else (remat,) * num_stages
+
+
+def _is_remat(value: object, words: Collection[object]) -> bool:
+    if value is None or isinstance(value, str):
+        return value in words
+    return isinstance(value, Offload) or _is_policy(value)

@@ -323,7 +323,7 @@ def test_an_optimizer_leaf_is_sharded_like_its_parameter():
             ["the mesh says which devices there are", "Fix: leave devices and data_parallel out."],
         ),
         ({"mesh": mesh_of(4, 2, 1)}, ["each device along pipe is a rank", "Got: 4 along pipe for 2 ranks."]),
-        ({"data_parallel": 0}, ["data_parallel is the number of replicas", "Got: 0."]),
+        ({"data_parallel": 0}, ["data_parallel, the number of replicas", "Got: data_parallel=0."]),
         ({"data_parallel": 16}, ["Got: 8 devices for 16 replicas.", "Fix: pass data_parallel=8 or less."]),
         ({"mesh": mesh_of(), "shardings": {"dense_9": "column"}}, ["'dense_9' matches none", "dense_0/bias"]),
         (

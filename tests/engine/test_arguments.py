@@ -1,8 +1,11 @@
 """Arguments of another kind than is asked for are refused in whole sentences, each line of which is matched here."""
 
+import copy
 import pathlib
+import pickle
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +56,10 @@ def called(method):
     return lambda: method(*started())
 
 
+def generated(pipe, state, **options):
+    return pipe.generate(state, lambda params, carry, tokens: (carry, tokens), {}, [[1]], 2, **options)
+
+
 def line_of(function):
     return re.sub(r"0x\w+", "0x...", shown(function))
 
@@ -63,6 +70,12 @@ CUT = 'pass a list of names, such as cuts=["h_2", "h_4"].'
 FLOATS = "return a loss made of floating numbers; what counts or compares (argmax, ==, a cast to integers) has no gradient."
 MESH = 'pass for example mesh=jax.make_mesh((2, 2), ("pipe", "model")), or leave shardings out.'
 TRACED = "a pipeline runs programs on several devices itself, so it cannot run inside jax.jit, jax.grad or jax.vmap."
+COUNTED = "jaxpp.Pipeline / jaxpp.value_and_grad"
+REMAT = (
+    'a stage keeps the least ("least"; "offload": in host memory), everything ("keep"), its inputs only ("recompute"), '
+    "or what a policy says."
+)
+MODEL, BANK = nn.Dense(2), jaxpp.Bank({"cat": PARAMS}, optax.sgd(0.1))
 AUX = "it says how the aux values of the microbatches become those of the step, so the loss must return some."
 PATH = "it takes the CSV itself, not the path of a file."
 
@@ -295,6 +308,134 @@ CASES = {
         "a traced argument.",
         "call pipe.step outside of these (it compiles what it runs itself), and jit what comes after it.",
     ),
+    **{
+        f"{name}={value!r} of {called_on}": (
+            call,
+            ArgumentError,
+            f"{where}: it is either True or False.",
+            f"{name}={value!r}.",
+            fix,
+        )
+        for name, value, called_on, where, call in (
+            ("has_aux", "no", "a pipeline", COUNTED, lambda: pipeline(has_aux="no")),
+            ("has_aux", 1, "a gradient", COUNTED, lambda: jaxpp.value_and_grad(loss_fn, num_stages=2, has_aux=1)),
+            ("has_state", "no", "a pipeline", COUNTED, lambda: pipeline(has_state="no")),
+            ("has_state", None, "a pipeline", COUNTED, lambda: pipeline(has_state=None)),
+            ("has_state", "no", "a bank's pipeline", COUNTED, lambda: pipeline(has_state="no", bank=BANK)),
+            ("donate", "no", "a step", "pipe.step", called(lambda pipe, state: pipe.step(state, X, donate="no"))),
+            (
+                "progress",
+                "no",
+                "a generation",
+                "pipe.generate(...)",
+                called(lambda pipe, state: generated(pipe, state, progress="no")),
+            ),
+        )
+        for fix in [f"pass {name}=True or {name}=False."]
+    },
+    **{
+        f"{name}={value!r} of a pipeline": (
+            lambda name=name, value=value: pipeline(**{name: value}),
+            ArgumentError,
+            f"{COUNTED}: counts are whole numbers of at least 1.",
+            f"{name}={value!r}.",
+            f"{fix}.",
+        )
+        for name, value, fix in (
+            ("num_stages", 4.0, "pass num_stages=4"),
+            ("num_stages", "4", "pass num_stages=4"),
+            ("num_microbatches", 8.0, "pass num_microbatches=8"),
+            ("max_shapes", np.float32(2), "pass max_shapes=2"),
+            ("num_stages", 1.5, "pass 1 or more"),
+            ("num_stages", "four", "pass 1 or more"),
+            ("num_stages", True, "pass 1 or more"),
+            ("num_stages", float("inf"), "pass 1 or more"),
+            ("num_stages", float("nan"), "pass 1 or more"),
+        )
+    },
+    "two counts, of which one says which number is meant": (
+        lambda: pipeline(num_stages=4.0, num_microbatches=0),
+        ArgumentError,
+        f"{COUNTED}: counts are whole numbers of at least 1.",
+        "num_stages=4.0\n       num_microbatches=0.",
+        "pass num_stages=4; pass 1 or more.",
+    ),
+    "a count of replicas in another type": (
+        lambda: pipeline(data_parallel=2.0),
+        ArgumentError,
+        "data_parallel, the number of replicas: counts are whole numbers of at least 1.",
+        "data_parallel=2.0.",
+        "pass data_parallel=2.",
+    ),
+    **{
+        f"remat={value!r}": (
+            lambda value=value: pipeline(remat=value),
+            ArgumentError,
+            f"remat: {REMAT}",
+            f"{got}.",
+            f"{fix}.",
+        )
+        for value, got, fix in (
+            (True, "True", 'pass remat="recompute", which runs each forward again'),
+            (False, "False", 'pass remat="keep", which keeps everything'),
+            (jaxpp.Offload, "<class 'jaxpp.stages.remat.Offload'>", "call it: remat=jaxpp.Offload()"),
+            (["least", True], "stage 1: True", 'pass remat="recompute", which runs each forward again'),
+            (3, "3", 'pass "least", "offload", "recompute", a policy of jax.checkpoint_policies, or a list of one a stage'),
+        )
+    },
+    "a model for the loss": (
+        lambda: pipeline(MODEL),
+        ArgumentError,
+        "loss_fn: the loss is a function of (params, batch[, key]).",
+        "a model, Dense.",
+        'write a function that calls model.apply, such as lambda params, batch: jnp.mean((model.apply(params, batch["x"]) '
+        '- batch["y"]) ** 2).',
+    ),
+    "a class of models for the function": (
+        lambda: jaxpp.Forward(nn.Dense, num_stages=2),
+        ArgumentError,
+        "Forward(fn, ...): fn is a function of (params, batch[, key]) that returns outputs.",
+        "a model, Dense.",
+        'write a function that calls model.apply, such as lambda params, batch: model.apply(params, batch["x"]).',
+    ),
+    "a model for the function of a generation": (
+        called(lambda pipe, state: pipe.generate(state, MODEL, {}, [[1]], 2)),
+        ArgumentError,
+        "pipe.generate(..., fn, ...): fn is a function of (params, carry, tokens) that returns (new_carry, logits).",
+        "a model, Dense.",
+        "write a function that calls model.apply.",
+    ),
+    "a number for the loss whose reads are asked for": (
+        called(lambda pipe, state: pipe.reads(X, loss_fn=3)),
+        ArgumentError,
+        "pipe.reads(..., loss_fn=...): the loss is a function of (params, batch[, key]).",
+        "3.",
+        "pass the function itself.",
+    ),
+    **{
+        f"{how} of a pipeline": (
+            called(lambda pipe, state, copied=copied: copied(pipe)),
+            ArgumentError,
+            "pickle or copy of pipe: it holds devices and compiled programs, which belong to this process.",
+            "a jaxpp.Pipeline.",
+            "keep the state, as a checkpoint or pickle.dumps(jax.device_get(state)), and make the jaxpp.Pipeline anew.",
+        )
+        for how, copied in (("a pickle", pickle.dumps), ("a deep copy", copy.deepcopy), ("a copy", copy.copy))
+    },
+    "the name of a platform for the device of gather": (
+        lambda: jaxpp.gather(PARAMS, "cpu"),
+        ArgumentError,
+        "jaxpp.gather(tree, device): a tree is gathered on one of JAX's devices.",
+        "'cpu'.",
+        "pass one of jax.devices(), such as jax.devices()[0], or leave it out.",
+    ),
+    "a deep copy of a Forward": (
+        lambda: copy.deepcopy(jaxpp.Forward(lambda params, x: x @ params["w1"], num_stages=1)),
+        ArgumentError,
+        "pickle or copy of forward: it holds devices and compiled programs, which belong to this process.",
+        "a jaxpp.Forward.",
+        "keep the parameters, as a checkpoint or pickle.dumps(jax.device_get(params)), and make the jaxpp.Forward anew.",
+    ),
     "jax.jit of init": (
         lambda: jax.jit(pipeline().init)(PARAMS, X),
         ArgumentError,
@@ -325,11 +466,27 @@ def test_a_message_lists_ten_violations_and_says_how_many_more_there_are():
 def test_nested_lists_for_a_batch_are_told_to_become_arrays():
     with pytest.raises(BatchError) as error:
         pipeline().init(PARAMS, [[0.5] * 4] * 130)
-    first, *lines, fix = str(error.value).splitlines()
+    first, got, fix = str(error.value).splitlines()
     assert first == "batch: a batch is a tree of arrays, and to JAX a list is no array but a tree with one leaf an item."
-    assert lines[0] == "  Got: batch[0]: a list of 4 numbers"
-    assert lines[9:] == ["       batch[9]: a list of 4 numbers", "       and 120 more."]
+    assert got == "  Got: batch: a list of 130 lists of 4 numbers."
     assert fix == "  Fix: make arrays of the lists, nested ones included, with np.asarray."
+
+
+@pytest.mark.parametrize(
+    ("batch", "got"),
+    [
+        ({"x": X, "y": [[1], [1, 2]]}, "batch['y']: a list of 2 lists of numbers, of several lengths"),
+        (
+            {"x": [X, [1.0]], "y": [1, [2, 3]]},
+            "batch['x'][1]: a list of 1 number\n       batch['y']: a list of 2 numbers and lists",
+        ),
+        ([[[1.0] * 3] * 2], "batch: a list of 1 list of 2 lists of 3 numbers"),
+    ],
+)
+def test_each_list_in_a_batch_has_one_line(batch, got):
+    with pytest.raises(BatchError) as error:
+        pipeline().init(PARAMS, batch)
+    assert f"\n  Got: {got}.\n" in str(error.value)
 
 
 def test_a_list_of_labels_is_not_taken_for_numbers_that_all_microbatches_share():
@@ -340,6 +497,70 @@ def test_a_list_of_labels_is_not_taken_for_numbers_that_all_microbatches_share()
 @pytest.mark.parametrize("kind", [JaxppError, CutError])
 def test_ten_violations_are_all_listed(kind):
     assert str(kind("here", "a rule", [str(k) for k in range(10)], "this")).endswith("       9.\n  Fix: this.")
+
+
+KEYS = {
+    "a number": (3, "int 3"),
+    "a string": ("k", "str 'k'"),
+    "floats": (jnp.ones(2), "f32[2]"),
+    "integers with a sign": (np.zeros(2, np.int32), "i32[2]"),
+    "three integers": (np.ones(3, np.uint32), "u32[3]"),
+    "two raw keys": (np.zeros((2, 2), np.uint32), "u32[2,2]"),
+    "two keys": (jax.random.split(jax.random.key(0)), "key<fry>[2]"),
+}
+
+
+def drawing(params, x, key):
+    return loss_fn(params, x + jax.random.uniform(key))
+
+
+@pytest.fixture(scope="module")
+def keyed():
+    """A pipeline whose loss takes a key, and one whose loss takes none."""
+    pipe = pipeline(drawing, num_stages=1)
+    return pipe, pipe.init(PARAMS, X), *started(num_stages=1)
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_what_is_no_key_is_refused_wherever_a_key_is_taken(keyed, kind):
+    key, got = KEYS[kind]
+    pipe, state, plain, plain_state = keyed
+    draws = lambda params, x, key: x @ params["w1"] + jax.random.uniform(key)  # noqa: E731
+    calls = {
+        "step": lambda: pipe.step(state, X, key),
+        "step without a key": lambda: plain.step(plain_state, X, key),
+        "evaluate": lambda: pipe.evaluate(state, X, key),
+        "verify": lambda: pipe.verify(state, X, key),
+        "profile": lambda: pipe.profile(state, X, key),
+        "forecast": lambda: pipe.forecast(PARAMS, X, key),
+        "collectives": lambda: pipe.collectives(X, key),
+        "reads": lambda: pipe.reads(X, key),
+        "apply": lambda: pipe.apply(state, X, draws, key),
+        "apply, key unused": lambda: pipe.apply(state, X, lambda params, x, key: x @ params["w1"], key),
+        "stream": lambda: next(pipe.stream(state, [X], draws, key)),
+        "generate": lambda: generated(pipe, state, key=key),
+        "value_and_grad": lambda: jaxpp.value_and_grad(drawing, num_stages=1)(PARAMS, X, key),
+        "tune": lambda: jaxpp.tune(loss_fn, optax.sgd(0.1), PARAMS, X, key, keep=False),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ArgumentError) as error:
+            call()
+        text = str(error.value)
+        assert text.startswith("key: a key is ") and f"  Got: {got}.\n  Fix: pass jax.random.key(seed)." in text, name
+
+
+def test_a_raw_key_and_its_shape_are_keys(keyed):
+    pipe, state, *_ = keyed
+    raw = jax.random.PRNGKey(0)
+    assert pipe.evaluate(state, X, raw).loss == pipe.evaluate(state, X, np.asarray(raw)).loss
+    assert pipe.collectives(X, jax.ShapeDtypeStruct((2,), "uint32")) is not None
+
+
+@pytest.mark.parametrize("keep", [3, None, 0, ["folder"]])
+def test_tune_refuses_what_is_neither_a_choice_nor_a_folder(keep):
+    with pytest.raises(ArgumentError) as error:
+        jaxpp.tune(loss_fn, optax.sgd(0.1), PARAMS, X, keep=keep)
+    assert str(error.value).startswith("jaxpp.tune(..., keep=...): keep is True or False, or the name of a folder.\n  Got: ")
 
 
 def test_a_string_is_the_name_of_one_cut():

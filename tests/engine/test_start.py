@@ -3,6 +3,7 @@
 import functools
 import warnings
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jaxpp
-from jaxpp.errors import ArgumentError, ParamsError
+from jaxpp.errors import ArgumentError, InitError, ParamsError
 from jaxpp.verify import compare, oracle
 
 RNG = np.random.default_rng(0)
@@ -332,3 +333,118 @@ def test_running_statistics_of_nnx_are_told_too_and_a_plain_model_is_not():
     (told,) = told_of_statistics(functools.partial(nnx_loss, graph), optax.sgd(0.1), state)
     assert "mean" in told and "var" in told and "kernel" not in told, told
     assert not told_of_statistics(loss_fn, optax.adamw(0.1), PARAMS)
+
+
+class Linen(nn.Module):
+    """What a newcomer writes: its ``init`` takes the inputs beside the key."""
+
+    @nn.compact
+    def __call__(self, x, scale=1.0):
+        return nn.Dense(2)(nn.tanh(nn.Dense(4)(x))) * scale
+
+
+MODEL = Linen()
+
+
+def of_model(params, batch):
+    return jnp.mean((MODEL.apply(params, batch["x"]) - batch["y"]) ** 2)
+
+
+def init_with_x(key, x):
+    return MODEL.init(key, x)
+
+
+def init_with_batch(key, batch, dtype="float32"):
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), MODEL.init(key, batch["x"]))
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        MODEL.init,
+        functools.partial(MODEL.init, mutable=["params"]),
+        init_with_x,
+        init_with_batch,
+    ],
+)
+def test_an_init_function_that_takes_inputs_too_gets_those_of_the_batch(init):
+    pipe = pipeline(of_model)
+    state = pipe.init(init, KEY, BATCH)
+    wanted = jax.jit(MODEL.init)(KEY, BATCH["x"])
+    chex.assert_trees_all_equal(jax.device_get(state.params), jax.device_get(wanted))
+    shapes = pipe.abstract_state(init, KEY, jax.eval_shape(lambda: BATCH))  # no values are made: shapes will do
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes.params, wanted)
+
+
+def test_an_init_function_gets_a_batch_that_is_one_array():
+    forward = jaxpp.Forward(MODEL.apply, num_stages=2)
+    params = forward.init(MODEL.init, KEY, BATCH["x"])
+    chex.assert_trees_all_equal(jax.device_get(params), jax.device_get(jax.jit(MODEL.init)(KEY, BATCH["x"])))
+    taught = jaxpp.Forward(lambda params, tokens: MODEL.apply(params, tokens[:, 1:]), num_stages=2)
+    with pytest.raises(Exception, match="shape") as error:  # of Flax: the model sees less than the whole array
+        taught.init(MODEL.init, KEY, BATCH["x"])
+    assert "the parameters are made by lambda key: model.init(key, batch); if the model takes other" in error.value.__notes__[-1]
+
+
+class TwoInputs(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(2)(x)
+
+
+def needs_config(key, config):
+    return MODEL.init(key, config)
+
+
+@pytest.mark.parametrize(
+    ("init", "batch", "got", "line"),
+    [
+        (
+            MODEL.init,
+            (BATCH["x"], BATCH["y"]),
+            "model.init, which takes x beside the key, and a tuple of 2",
+            "model.init(key, batch[0])",
+        ),
+        (
+            MODEL.init,
+            {"image": BATCH["x"], "label": BATCH["y"]},
+            "model.init, which takes x beside",
+            'model.init(key, batch["image"])',
+        ),
+        (
+            TwoInputs().init,
+            BATCH,
+            "model.init, which takes x, train beside the key, and a dict of 2",
+            'model.init(key, batch["x"])',
+        ),
+        (
+            needs_config,
+            BATCH["x"],
+            "needs_config, which takes config beside the key, and an array f32[8,4]",
+            "needs_config(key, batch)",
+        ),
+        (needs_config, BATCH, "needs_config, which takes config beside the key", 'needs_config(key, batch["x"])'),
+        (MODEL.init, jax.eval_shape(lambda: BATCH), "and a batch of shapes", "model.init(key, jnp.zeros(...))"),
+    ],
+)
+def test_an_init_function_whose_inputs_are_not_certain_is_refused_with_the_line_to_write(init, batch, got, line):
+    with pytest.raises(InitError) as error:
+        pipeline(of_model).init(init, KEY, batch)
+    assert str(error.value).startswith("pipe.init: ") and got in str(error.value)
+    assert str(error.value).endswith(f"lambda key: {line}.")
+
+
+def test_an_init_function_that_does_not_say_what_it_takes_has_the_line_in_a_note():
+    with pytest.raises(TypeError, match="required positional argument: 'x'") as error:
+        pipeline(of_model).init(lambda *args: MODEL.init(*args), KEY, BATCH)  # noqa: PLW0108
+    note = (
+        'jaxpp: pipe.init calls its function with the key alone; if it takes inputs too, pass lambda key: init_fn(key, batch["x"])'
+    )
+    assert note in error.value.__notes__
+
+    def of_two(a, b):
+        return a
+
+    with pytest.raises(TypeError, match="required positional") as error:
+        pipeline(of_model).init(lambda key: of_two(key), KEY, BATCH)  # noqa: PLW0108  (it takes a key, and says so)
+    assert not any("takes inputs too" in note for note in error.value.__notes__)

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp.errors import ArgumentError, BatchError, OptimizerError, ScheduleError
+from jaxpp.errors import ArgumentError, BatchError, InitError, OptimizerError, ScheduleError
 from jaxpp.observe.evaluate import StepCosts
 from jaxpp.tuner.machine import Devices
 from tests.tuner.virtual_machine import Virtual
@@ -170,8 +170,10 @@ def test_what_pipelines_refuse_is_refused_as_they_do():
         jaxpp.tune(loss_fn, OPTIMIZER, init, {})
     with pytest.raises(ArgumentError, match="change their places"):
         jaxpp.tune(OPTIMIZER, loss_fn, init, BATCH)
-    with pytest.raises(TypeError, match="number_of_microbatches"):
+    with pytest.raises(ArgumentError, match="Fix: write num_microbatches=4"):
         tune(number_of_microbatches=4)
+    with pytest.raises(InitError, match="Fix: pass lambda key: "):
+        jaxpp.tune(loss_fn, OPTIMIZER, lambda key, width: init(key), BATCH)
     with pytest.raises(ArgumentError, match="cannot run inside"):
         jax.jit(lambda batch: jaxpp.tune(loss_fn, OPTIMIZER, init, batch).found)(BATCH)
 

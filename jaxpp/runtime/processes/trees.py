@@ -9,6 +9,7 @@ import importlib
 import itertools
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxpp.errors import ArgumentError, StateError
+from jaxpp.errors import ArgumentError, StateError, shown
 from jaxpp.runtime.edges import HOST_MEMORY, check_alive, put
 from jaxpp.runtime.processes.channel import agreement, first_devices, rows_of_all, transfers
 from jaxpp.runtime.processes.here import elsewhere, is_addressable, is_here
@@ -43,7 +44,7 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
         the same tree with every leaf a copy on ``device``; the originals stay.
 
     Raises:
-        ArgumentError: in several processes, the device belongs to another one.
+        ArgumentError: what is no device; or, in several processes, a device of another one.
         ProcessError: they passed different trees, or one of them failed or does not come.
 
     Example:
@@ -52,6 +53,9 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
         2.0
     """
     check_alive("jaxpp.gather", tree)
+    if not isinstance(device, (jax.Device, Sharding, NoneType)):
+        fix = "pass one of jax.devices(), such as jax.devices()[0], or leave it out"
+        raise ArgumentError("jaxpp.gather(tree, device)", "a tree is gathered on one of JAX's devices", shown(device), fix)
     targets, me = first_devices(), jax.process_index()
     goal = targets[me] if device is None else device
     if jax.process_count() == 1:

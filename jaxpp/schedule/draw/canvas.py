@@ -38,10 +38,9 @@ def has_matplotlib() -> bool:
 
 def matplotlib_module(module: str) -> Any:
     """A module of matplotlib, or an error that says how to install it."""
-    try:
-        return importlib.import_module(f"matplotlib.{module}")
-    except ImportError as error:
-        raise ImportError('figures need matplotlib, which is not installed. Fix: pip install "jaxpp[figures]"') from error
+    if not has_matplotlib():
+        raise ImportError('figures need matplotlib, which is not installed. Fix: pip install "jaxpp[figures]"')
+    return importlib.import_module(f"matplotlib.{module}")
 
 
 def new_figure(inches: tuple[float, float], layout: str = "none") -> Figure:

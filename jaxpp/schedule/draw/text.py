@@ -8,6 +8,7 @@ import string
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxpp.errors.tracebacks import entries
 from jaxpp.schedule.clock import Bar
 from jaxpp.schedule.draw.canvas import CSS_DPI, Figure, has_matplotlib
 from jaxpp.schedule.draw.pebbles import pebble_gif, pebbles
@@ -31,6 +32,7 @@ class Drawing(NamedTuple):
     copies: Sequence[Copied] = ()
 
 
+@entries
 class Drawn:
     """Bars in time, and the pictures of them."""
 

@@ -20,7 +20,7 @@ from jaxtyping import Int, UInt32
 from jaxpp.errors import BatchError
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import path_name, wrong_leaves
-from jaxpp.types import Batch, DType, Leaf
+from jaxpp.types import Batch, DType, Leaf, Tree
 
 _SHOWN = 8
 _NUMBER = (bool, int, float, complex)
@@ -137,7 +137,7 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
         rule = "every batch leaf is an array whose first axis counts the examples, or a number for all of them"
         raise BatchError("batch", rule, wrong, "leave out what is neither, or let the function close over it")
     lists = [
-        f"batch{jax.tree_util.keystr(path)}: a list of {len(node)} number{'s' * (len(node) != 1)}"
+        f"batch{jax.tree_util.keystr(path)}: a list of {_items(node)}"
         for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_list)
         if _is_list(node)
     ]
@@ -167,7 +167,19 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
 
 
 def _is_list(node: object) -> bool:
-    return isinstance(node, list) and bool(node) and all(isinstance(item, _NUMBER) for item in node)
+    """Whether it is a list of numbers, or of lists of numbers, and so on."""
+    return isinstance(node, list) and bool(node) and all(isinstance(item, _NUMBER) or _is_list(item) for item in node)
+
+
+def _items(node: list[Tree]) -> str:
+    """What a list has in it: ``8 lists of 4 numbers``; of lists that differ only how many there are."""
+    inner = {_items(item) if isinstance(item, list) else "" for item in node}
+    plural = "s" * (len(node) != 1)
+    if inner == {""}:
+        return f"{len(node)} number{plural}"
+    if "" in inner:
+        return f"{len(node)} numbers and lists"
+    return f"{len(node)} list{plural} of {inner.pop() if len(inner) == 1 else 'numbers, of several lengths'}"
 
 
 _BATCHED = frozenset({"threefry2x32", "rbg"})  # Kinds of keys whose ``fold_in`` gives the same bits under ``jax.vmap``
