@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; ``_HOMES`` says the sa
     from jaxpp.engine.layout import ModelStateWarning
     from jaxpp.engine.state import Metrics, State
     from jaxpp.errors import JaxppError
+    from jaxpp.forward.decoder import decoder
     from jaxpp.forward.forward import Forward
     from jaxpp.forward.generate import Generation
     from jaxpp.forward.prompts import Token
@@ -47,6 +48,7 @@ __all__ = [
     "Tuning",
     "UnevenStagesWarning",
     "array_handler",
+    "decoder",
     "errors",
     "gather",
     "observe",
@@ -76,6 +78,7 @@ _HOMES = {
     "MicrobatchWarning": "stages.loss.example_axis",
     "UnevenStagesWarning": "stages.cuts.balance",
     "array_handler": "runtime.processes.trees",
+    "decoder": "forward.decoder",
     "gather": "runtime.processes.trees",
     "tune": "tuning",
     "value_and_grad": "grad",

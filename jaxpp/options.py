@@ -13,7 +13,7 @@ from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_flags, check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.edges import HOST_MEMORY
-from jaxpp.runtime.place import MODEL, Place, Placement, place, submeshes, warn_of_devices
+from jaxpp.runtime.place import MODEL, DevicesWarning, Place, Placement, devices_warning, place, submeshes
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.forward import forward
@@ -48,6 +48,7 @@ class Options:
     shared: tuple[str, ...] = ()
     max_shapes: int = 8
     hbm: int | None = None  # bytes of each device, into which a step is to fit; None if nobody asks
+    devices_warning: DevicesWarning | None = None  # what to tell the user of devices that nobody named
     is_loss: bool = True  # False: loss_fn is a function that returns outputs, with has_state (new_model_state, outputs)
 
     @classmethod
@@ -95,6 +96,8 @@ class Options:
         others["offload"] = others["remat"]
         given = {name: settled[name](value) if name in settled else value for name, value in others.items()}
         called = "loss_fn" if others.get("is_loss", True) else "fn"
+        if devices is None and mesh is None:
+            given["devices_warning"] = devices_warning(made, places, data_parallel, by_name=isinstance(schedule, str))
         found = cls(positional_key(loss_fn, 2 + has_state, called), made, places, **given)
         if has_state and found.placement.num_replicas > 1:
             where, got = "has_state=True with data parallelism", f"{found.placement.num_replicas} replicas"
@@ -103,8 +106,6 @@ class Options:
             raise ArgumentError(where, rule, got, fix)
         if any(each is not None for each in found.offload):
             _check_memories(found.devices)
-        if devices is None and mesh is None:
-            warn_of_devices(made, places, data_parallel, by_name=isinstance(schedule, str))
         return found
 
     @cached_property

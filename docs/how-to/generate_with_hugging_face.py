@@ -18,7 +18,6 @@
 
 # %%
 import jax
-import jax.numpy as jnp
 import numpy as np
 import transformers
 
@@ -52,22 +51,12 @@ print(forward.stages)
 # %% [markdown]
 # ## The cache
 #
-# `model.init_cache(1, length)` makes an empty cache for one sequence. These models also want to be told the positions of the new
-# tokens and which places of the cache count. Both follow from the number of tokens so far, so it is kept beside the cache.
+# `jaxpp.decoder` makes what `generate` asks for: a function of one sequence, and its cache without tokens, here with room for 64.
+# It tells the model the positions of the new tokens and which places of the cache count. (It takes models of Linen and NNX too. For
+# others, write the function yourself: [Generate text](generate_text.md) shows one.)
 
 # %%
-LENGTH = 64
-shapes = jax.eval_shape(lambda: model.init_cache(1, LENGTH))
-cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-carry = {"cache": cache, "used": jnp.int32(0)}
-
-
-def next_logits(params, carry, tokens):
-    positions = carry["used"] + jnp.arange(tokens.shape[1])[None]
-    given = {"past_key_values": carry["cache"], "position_ids": positions, "attention_mask": jnp.ones((1, LENGTH), int)}
-    output = model(tokens, params=params, **given)
-    return {"cache": output.past_key_values, "used": carry["used"] + tokens.shape[1]}, output.logits
-
+next_logits, carry = jaxpp.decoder(model, max_length=64)
 
 # %% [markdown]
 # ## Generate
@@ -100,6 +89,6 @@ for prompt, made in zip(prompts, written, strict=True):
 #
 # - Encode first, decode after: prompts are token numbers, `tokenizer(text)["input_ids"]`, and `tokenizer.decode(made)` makes text.
 # - All tokens are in the vocabulary that the model has. A vocabulary that was padded to a multiple of 64 has numbers that the
-#   tokenizer does not know; let `next_logits` return `logits[..., :tokenizer.vocab_size]`.
-# - `attention_mask` covers the whole cache. Which places were written already, the model's cache knows itself.
-# - The cache counts `LENGTH` places for each sequence in flight, and one sequence more: make it as long as prompts and answers are.
+#   tokenizer does not know; wrap `next_logits` in a function that returns `logits[..., :tokenizer.vocab_size]`.
+# - The cache counts `max_length` places for each sequence in flight, and one sequence more: make it as long as prompts and answers
+#   are.

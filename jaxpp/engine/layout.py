@@ -200,7 +200,9 @@ class _Layouts:
             packs=tuple(code.packs for code in first.stages),
             state_owner=first.state_home,
             specs=specs,
-            warnings=tuple(warning for warning in (trained, unevenness, merge.warning) if warning is not None),
+            warnings=tuple(
+                warning for warning in (options.devices_warning, trained, unevenness, merge.warning) if warning is not None
+            ),
             weight=merge.weight,
         )
         return layout, first

@@ -1,7 +1,7 @@
 """A language model of Flax as what ``generate`` wants: a function of one sequence, and the carry of one that has had no token.
 
-Each of the three kinds has its own way to keep keys and values: Linen modules a collection ``cache``, NNX modules variables of the
-type ``nnx.Cache``, and the Flax models of Hugging Face's transformers ``past_key_values``. None of these libraries is imported here.
+Each of three kinds of models keeps keys and values in its own way: Linen modules in a collection ``cache``, NNX modules in
+variables of the type ``nnx.Cache``, Flax models of Hugging Face's transformers in ``past_key_values``. None is imported here.
 Functions compare equal if they stand for the same model, so one that is made anew for each generation is traced once.
 """
 
@@ -24,12 +24,12 @@ __all__ = ["decoder"]
 
 @entry
 def decoder(model: Any, max_length: int, **options: Any) -> tuple[ForwardFn, Tree]:
-    """What ``generate`` asks for of a language model with a cache: ``fn`` and ``carry``, its next two arguments after the parameters.
+    """A language model with a cache as ``fn`` and ``carry``, which ``generate`` takes after the parameters.
 
     The model is a module of Flax's Linen (``decode=True`` is set where it has such a field; the cache is its collection ``cache``),
-    one of NNX (attention with ``init_cache``, or a model with ``init_cache(batch, length)``; it is left as it is), or a Flax model of
-    Hugging Face's transformers (``init_cache``). Its parameters are those that the pipeline was given: for Linen the tree below
-    ``"params"`` or the tree with it, for NNX the state of ``nnx.Param``, for Hugging Face ``model.params``.
+    one of NNX (attention with ``init_cache``, or a model with ``init_cache(batch, length)``; a copy gets the cache), or a Flax
+    model of Hugging Face's transformers (``init_cache``). The parameters are those that the pipeline was given: for Linen the tree
+    below ``"params"`` or the tree with it, for NNX the state of ``nnx.Param``, for transformers ``model.params``.
 
     Args:
         model: called with tokens ``[1, length]``, it gives their logits ``[1, length, vocab]``.
@@ -43,8 +43,9 @@ def decoder(model: Any, max_length: int, **options: Any) -> tuple[ForwardFn, Tre
         ArgumentError: a model of another kind, one without a cache, or a ``max_length`` below 1.
 
     Example:
+        >>> import jaxpp
         >>> from models.gpt import GPT
-        >>> model = GPT(vocab_size=16, max_length=8, width=8, depth=2, num_heads=2)
+        >>> model = GPT(vocab_size=16, max_length=8, width=8, depth=2, num_heads=2, dropout=0.0)
         >>> init, tokens = lambda key: model.init(key, jnp.ones((1, 8), int))["params"], jnp.ones((2, 8), int)
         >>> forward = jaxpp.Forward(lambda params, tokens: model.apply({"params": params}, tokens), num_stages=2)
         >>> params = forward.init(init, jax.random.key(0), tokens)
@@ -102,15 +103,15 @@ def _of_linen(model: Any, max_length: int, options: tuple[tuple[str, Any], ...])
 class _Nnx:
     """An NNX module, whose cache is a state of the type ``nnx.Cache``."""
 
-    merge: Any
     graph: Any
     rest: Any  # what is neither parameter nor cache, such as random keys
     options: tuple[tuple[str, Any], ...]
 
     def __call__(self, params: Params, carry: Tree, tokens: jax.Array) -> tuple[Tree, Tree]:
-        model = self.merge(self.graph, params, carry, self.rest)
+        nnx = sys.modules["flax.nnx"]
+        model = nnx.merge(self.graph, params, carry, self.rest)
         logits = model(tokens, **dict(self.options))
-        return sys.modules["flax.nnx"].state(model, sys.modules["flax.nnx"].Cache), logits
+        return nnx.state(model, nnx.Cache), logits
 
     def __hash__(self) -> int:
         return hash(self.graph)
@@ -120,14 +121,15 @@ def _of_nnx(nnx: Any, model: Any, max_length: int, options: tuple[tuple[str, Any
     model = nnx.clone(model)
     if callable(getattr(model, "init_cache", None)):
         model.init_cache(1, max_length)
-    for _, module in nnx.iter_modules(model):
-        if module is not model and hasattr(module, "decode") and hasattr(module, "in_features"):
-            module.decode = True
-            module.init_cache((1, max_length, module.in_features))
+    else:
+        for _, module in nnx.iter_modules(model):
+            if isinstance(module, nnx.MultiHeadAttention):
+                module.decode = True
+                module.init_cache((1, max_length, module.in_features))
     graph, _, cache, rest = nnx.split(model, nnx.Param, nnx.Cache, ...)
     if not jax.tree.leaves(cache):
         raise _refused(f"{type(model).__name__}, in which nothing has the type nnx.Cache")
-    return _Nnx(nnx.merge, graph, rest, options), jax.tree.map(jnp.zeros_like, cache)
+    return _Nnx(graph, rest, options), jax.tree.map(jnp.zeros_like, cache)
 
 
 @dataclass(frozen=True)

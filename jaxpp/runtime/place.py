@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxpp.errors import ArgumentError, warn
+from jaxpp.errors import ArgumentError
 from jaxpp.errors.checks import check_devices
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import check_counts
@@ -288,8 +288,8 @@ class DevicesWarning(UserWarning):
     """Nobody named the devices, and ``jax.devices()`` has fewer than there are ranks; or some of them have nothing to do."""
 
 
-def warn_of_devices(schedule: Schedule, places: Sequence[Place], data_parallel: int, *, by_name: bool) -> None:
-    """Warn where devices that nobody named are too few, or stay idle, because a schedule ``by_name`` has several stages a rank."""
+def devices_warning(schedule: Schedule, places: Sequence[Place], data_parallel: int, *, by_name: bool) -> DevicesWarning | None:
+    """Devices that nobody named are too few, or stay idle, because a schedule ``by_name`` has several stages a rank; or None."""
     ranks, stages = schedule.num_ranks, schedule.num_stages
     devices = jax.devices()
     if len(places) < ranks:
@@ -306,8 +306,8 @@ def warn_of_devices(schedule: Schedule, places: Sequence[Place], data_parallel: 
         these = f"devices=jax.devices()[:{ranks * data_parallel}]"
         fix = f"pass num_stages={stages * stages // ranks} to use all; or {these} to use no more"
     else:
-        return
-    warn(DevicesWarning(f"{where}: {rule}.\n  Got: {got}.\n  Fix: {fix}."))
+        return None
+    return DevicesWarning(f"{where}: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
 
 
 def _grid(mesh: object, num_ranks: int) -> np.ndarray:

@@ -251,13 +251,18 @@ def test_a_loss_that_cannot_be_hashed_runs():
     compare("loss", pipe.evaluate(state, BATCH, loss_fn=loss).loss, oracle(loss_fn, PARAMS, BATCH, None, 4)[0])
 
 
+def deep(params, batch):
+    return functools.reduce(lambda x, w: jnp.tanh(x @ w), params, batch)
+
+
 def told_of_devices(**options):
+    params, batch = [jnp.eye(4)] * options["num_stages"], jnp.ones((80, 4))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        jaxpp.Pipeline(lambda params, batch: jnp.mean(batch @ params), optax.sgd(0.1), **options)
+        jaxpp.Pipeline(lambda *given: deep(*given).mean(), optax.sgd(0.1), **options).init(params, batch)
         if "data_parallel" not in options:
-            jaxpp.value_and_grad(lambda params, batch: jnp.mean(batch @ params), **options)
-        jaxpp.Forward(lambda params, batch: batch @ params, **{k: v for k, v in options.items() if k != "schedule"})
+            jaxpp.value_and_grad(lambda *given: deep(*given).mean(), **options)(params, batch)
+        jaxpp.Forward(deep, **{k: v for k, v in options.items() if k != "schedule"}).init(params, batch)
     assert all(each.category is jaxpp.DevicesWarning and each.filename == __file__ for each in caught)
     return [str(each.message) for each in caught]
 

@@ -145,7 +145,6 @@ def test_the_command_refuses_before_anything_is_compiled(monkeypatch, tmp_path, 
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.filterwarnings("ignore::jaxpp.DevicesWarning")
 def test_too_many_stages_name_the_model():
     with pytest.raises(JaxppError, match="a loss that can be cut into") as caught:
         run(dataclasses.replace(TINY, models=("mlp",), stages=200))
