@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; ``_HOMES`` says the sa
     from jaxpp.forward.forward import Forward
     from jaxpp.forward.generate import Generation
     from jaxpp.forward.prompts import Token
-    from jaxpp.forward.sampling import Sampling
+    from jaxpp.forward.sampling import History, Sampling
     from jaxpp.forward.stream import Stream
     from jaxpp.grad import value_and_grad
     from jaxpp.observe.dead_stages import DeadStageWarning
@@ -35,6 +35,7 @@ __all__ = [
     "DevicesWarning",
     "Forward",
     "Generation",
+    "History",
     "JaxppError",
     "Metrics",
     "MicrobatchWarning",
@@ -65,6 +66,7 @@ _HOMES = {
     "DevicesWarning": "runtime.place",
     "Forward": "forward.forward",
     "Generation": "forward.generate",
+    "History": "forward.sampling",
     "JaxppError": "errors",
     "Metrics": "engine.state",
     "Offload": "stages.remat",

@@ -256,7 +256,7 @@ class Forward:
         *,
         sample: SampleRule = None,
         key: Key | None = None,
-        stop: int | Iterable[int] | None = (),
+        stop: int | Iterable[int | Sequence[int]] | None = (),
         num_groups: int | None = None,
         group_size: int = 1,
         chunk: int = 64,
@@ -281,7 +281,8 @@ class Forward:
                 ``(logits [vocab], key) -> token``.
             key: for sampling; token q of sequence i, its prompt included, is drawn with
                 ``jax.random.fold_in(jax.random.fold_in(key, i), q)``. Default: ``jax.random.key(0)``.
-            stop: a token, or several, that end a sequence; the stop token is given too. None or ``()``: no such token.
+            stop: a token, or several, that end a sequence; a list among them is tokens that end it one after another. They are
+                given too. None or ``()``: nothing ends it.
             num_groups: how many groups are in flight. Default: as many as there are stages, which keeps equal stages busy.
             group_size: how many sequences a group has; they are computed together, each with a carry of its own.
             chunk: the most tokens of a prompt that one pass takes. Passes take ``chunk`` tokens, an eighth of it, and so on down to

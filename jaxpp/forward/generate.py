@@ -274,6 +274,16 @@ def generation(
     request: Request, leaves: Leaves[Array] | None, prompts: Prompts, num_tokens: int | Sequence[int], stop: Tree, *, shown: bool
 ) -> Generation:
     """The tokens of prompts, as ``Forward.generate`` says; without ``leaves`` (the parameters are shapes) only its forecast."""
+    (sizes, room, vocab), limit = prompts_of(request), request.max_length
+    if room is not None:
+        most = room + 1  # the last token does not enter the carry
+        if limit is not None and limit > most:
+            rule = "a sequence is at most as long as its carry has room for"
+            got = f"a carry with room for {room} tokens, and one more"
+            fix = "leave max_length out, and the carry says it; or make a carry with more room"
+            raise ArgumentError(f"{request.where}(..., max_length={limit})", rule, got, fix)
+        limit = most if limit is None else limit
+    request = request._replace(max_length=limit)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), request.carry)
     key = jax.ShapeDtypeStruct(request.key.shape, request.key.dtype)
     foresee = functools.partial(_forecast, request._replace(carry=shapes, key=key))
@@ -281,17 +291,6 @@ def generation(
     make = functools.partial(Places, num_tokens=num_tokens, stop=stop, where=request.where, **size)
     if leaves is None:
         return Generation(None, make(iter(prompts)), shown=False, foresee=foresee)
-    (sizes, room, vocab), limit = prompts_of(request), request.max_length
-    if room is not None:
-        most = room + 1  # the last token does not enter the carry
-        if limit is not None and limit > most:
-            rule, got = (
-                "a sequence is at most as long as its carry has room for",
-                f"a carry with room for {room} tokens, and one more",
-            )
-            fix = "leave max_length out, and the carry says it; or make a carry with more room"
-            raise ArgumentError(f"{request.where}(..., max_length={limit})", rule, got, fix)
-        limit = most if limit is None else limit
     places_of = functools.partial(make, prompts, sizes=sizes, vocab=vocab, max_length=limit)
     places = places_of()
     try:

@@ -2,7 +2,7 @@
 
 The host begins passes before it has read the tokens of earlier ones, and only these say whether a sequence has ended. So a
 ``Continuation`` counts the tokens that were begun, and those that were read. One that has begun all its tokens makes room for
-another prompt at once; one that ends at a stop token makes room when it is read, and what was begun since is discarded.
+another prompt at once; one that ends at a stop token or sequence makes room when it is read, and what was begun since is discarded.
 """
 
 import math
@@ -35,7 +35,7 @@ class Token(NamedTuple):
         index: how many tokens were generated for this prompt before it.
         token: its number in the vocabulary.
         logprob: the logarithm of its probability in the model's own distribution.
-        last: whether no token follows it: it is a stop token, or the last of ``num_tokens``.
+        last: whether no token follows it: it ends a stop sequence, or is the last of ``num_tokens``.
     """
 
     prompt: int
@@ -56,6 +56,7 @@ class Continuation:
     num_begun: int = 1  # the pass of the last chunk makes the first
     num_read: int = 0
     ended: bool = False
+    latest: tuple[int, ...] = ()  # the last of its tokens, as many as the longest stop sequence has
 
     @property
     def goes_on(self) -> bool:
@@ -81,14 +82,14 @@ class Places:
         num_groups: int,
         group_size: int = 1,
         sizes: Sequence[int] = (1,),
-        stop: int | Iterable[int] = (),
+        stop: int | Iterable[int | Sequence[int]] | None = (),
         max_length: int | None = None,
         vocab: int | None = None,
         where: str = "pipe.generate",
     ):
         self._where, self._sizes, self._max_length = where, sizes, max_length
         self._vocab = _LARGEST + 1 if vocab is None else vocab
-        self._stop = _stop_tokens(stop, where)
+        self._stops = _stops_of(stop, where)
         self._num_tokens = _numbers_of_tokens(num_tokens, where)
         source = _iterable_of(prompts, where)
         self.num_made = self.num_ended = self._num_spared = 0  # tokens read, prompts whose last token was, tokens not made
@@ -147,7 +148,9 @@ class Places:
                 index, token = held.num_read, tokens[row]
                 held.num_read += 1
                 wrong = math.isnan(logprobs[row])
-                held.ended = wrong or token in self._stop or held.num_read == held.num_tokens
+                held.latest = (*held.latest, token)[-max(map(len, self._stops), default=1) :]
+                stopped = any(held.latest[-len(stop) :] == stop for stop in self._stops)
+                held.ended = wrong or stopped or held.num_read == held.num_tokens
                 self.num_ended += held.ended
                 self._num_spared += (held.num_tokens - held.num_read) * held.ended
                 one = Token(held.prompt, index, token, logprobs[row], held.ended)
@@ -259,12 +262,16 @@ def _as_tokens(prompt: Any, vocab: int) -> tuple[np.ndarray, str]:
     return tokens.astype(np.int32), ""
 
 
-def _stop_tokens(stop: Any, where: str) -> frozenset[int]:
-    stops = _numbers_in(() if stop is None else stop)[0]
-    if wrong := [shown(token) for token in stops if not is_count(token)]:
-        rule, fix = "stop is a token number that ends a sequence, or several", "pass for example stop=tokenizer.eos_token_id"
+def _stops_of(stop: Any, where: str) -> frozenset[tuple[int, ...]]:
+    """The sequences of tokens that end a sequence; a token alone is a sequence of one."""
+    stops = [_numbers_in(item) for item in _numbers_in(() if stop is None else stop)[0]]
+    whole = [bool(tokens) and all(map(is_count, tokens)) for tokens, _ in stops]
+    if not all(whole):
+        wrong = [shown(tokens if several else tokens[0]) for (tokens, several), ok in zip(stops, whole, strict=True) if not ok]
+        rule = "stop is a token number that ends a sequence, or several; a list among them is tokens that end it one after another"
+        fix = "pass for example stop=tokenizer.eos_token_id, or stop=[2, [13, 13]]"
         raise ArgumentError(f"{where}(..., stop={shown(stop)})", rule, wrong, fix)
-    return frozenset(map(int, stops))
+    return frozenset(tuple(map(int, tokens)) for tokens, _ in stops)
 
 
 def _numbers_of_tokens(num_tokens: Any, where: str) -> int | tuple[int, ...]:
@@ -280,4 +287,4 @@ def _numbers_in(value: Any) -> tuple[list[Any], bool]:
         value = np.asarray(value).tolist()
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         return [value], False
-    return [item.item() if np.size(item) == 1 and hasattr(item, "item") else item for item in value], True
+    return [item.item() if hasattr(item, "item") and np.size(item) == 1 else item for item in value], True

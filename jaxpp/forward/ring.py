@@ -19,11 +19,11 @@ import numpy as np
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import aux_names
 from jaxpp.engine.tracing import avals_of
-from jaxpp.errors import StateError
+from jaxpp.errors import ArgumentError, StateError
 from jaxpp.forward.capacity import capacity
 from jaxpp.forward.functions import Functions
 from jaxpp.forward.prompts import Continuation, chunk_sizes
-from jaxpp.forward.sampling import NextToken, NextTokenFn, NextTokensFn, SequenceCarry
+from jaxpp.forward.sampling import NextToken, NextTokenFn, NextTokensFn, SequenceCarry, takes_history
 from jaxpp.plan.builder import CALLER, Builder, Line, Name, last_uses
 from jaxpp.plan.lower import forward_actions, lower
 from jaxpp.plan.plan import Plan
@@ -181,11 +181,22 @@ class Request(NamedTuple):
     group_size: int
     chunk: int
 
+    def begin(self, raw_key: Leaf) -> SequenceCarry:
+        """What a sequence without tokens carries."""
+        there = num_prompt = None
+        if takes_history(self.sequence.sampler):
+            if self.max_length is None:
+                rule = "a rule that reads what a sequence has had is told how long a sequence may be"
+                got = "no max_length, and a carry that does not say for how many tokens it has room"
+                raise ArgumentError(f"{self.where}(..., sample)", rule, got, "pass max_length, for example max_length=1024")
+            there, num_prompt = jnp.full(self.max_length, -1, jnp.int32), jnp.int32(0)
+        return SequenceCarry(self.carry, there, num_prompt, raw_key, jnp.int32(0))
+
 
 def passes_of(request: Request, lasting: Lasting) -> tuple[Passes, Passes]:
     """The passes of one sequence and of a group, the same if a group is one sequence; compiled for one token."""
     engine, functions, sequence, group_size = request.engine, request.functions, request.sequence, request.group_size
-    state = SequenceCarry(request.carry, jax.eval_shape(jax.random.key_data, request.key), jnp.int32(0))
+    state = request.begin(jax.eval_shape(jax.random.key_data, request.key))
     shapes = avals_of(jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf), state))
     token = np.zeros((1, 1), np.int32)
     alone = Passes(functions.engine(engine, sequence, token, None, carry=shapes, reduce_aux="last"), lasting)
@@ -224,10 +235,11 @@ class Ring:
         self.alone, self.together, self.num_groups, self.group_size = alone, together, request.num_groups, request.group_size
         layout, self._key = alone.engine.layout, request.key
         held = layout.variables[1][0]
-        carry = SequenceCarry(request.carry, jax.random.key_data(request.key), jnp.int32(0))
+        carry = request.begin(jax.random.key_data(request.key))
+        self._max_length = None if carry.tokens is None else request.max_length
         empty = split_like(jax.tree.leaves(carry), held)
         axes = [axis for axis, num_slices in _group_axes(held) for _ in range(num_slices)]
-        self._key_leaf = len(empty) - 2  # a SequenceCarry ends with its key and its length, and before them are the model's leaves
+        self._key_leaf = len(empty) - 2  # a SequenceCarry ends with its key and its length, and before them are its tokens
         empty += [empty[leaf] for leaf, _ in layout.copies]
         axes += [axes[leaf] for leaf, _ in layout.copies]
         self._homes = alone.engine.placed.homes.model_state
@@ -241,6 +253,11 @@ class Ring:
         """Run a prompt through the stages in chunks, in a carry of its own: the carry, and the first token."""
         carry = self._on_each_stage(_copies, self._empty)
         carry[self._key_leaf] = put(_sequence_key(self._key, np.uint32(prompt.prompt)), self._homes[self._key_leaf])
+        if self._max_length is not None:
+            there = np.full(self._max_length, -1, np.int32)
+            there[: len(prompt.tokens)] = prompt.tokens
+            for leaf, value in ((self._key_leaf - 2, there), (self._key_leaf - 1, np.int32(len(prompt.tokens)))):
+                carry[leaf] = put(value, self._homes[leaf])
         drawn, start = None, 0
         for size in prompt.chunks:
             carry, drawn = self.alone(carry, np.array(prompt.tokens[None, start : start + size], np.int32), observer)

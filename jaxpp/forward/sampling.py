@@ -1,13 +1,15 @@
 """How the next token is made: the user's function with the choice of the token behind it, so that only a token leaves a stage.
 
-The carry of ``NextTokenFn`` holds, beside the user's, the key of the sequence and how many tokens it has had. So each token has a
+The carry of ``NextTokenFn`` holds, beside the user's, the key of the sequence and how many tokens it has had; and these tokens, if
+the rule that chooses the next one asks for them. So each token has a
 key made of the number of its sequence and of its place in it, and what is drawn does not depend on how many sequences are generated
 side by side, in which order, or on how many devices.
 """
 
+import inspect
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,14 +25,39 @@ from jaxpp.schedule.validate import is_count
 from jaxpp.stages.jaxpr import describe
 from jaxpp.types import Array, Aval, Key, Tree
 
-__all__ = ["NextToken", "NextTokenFn", "NextTokensFn", "SampleRule", "Sampler", "Sampling", "SequenceCarry", "draw", "sampler_of"]
+__all__ = [
+    "History",
+    "NextToken",
+    "NextTokenFn",
+    "NextTokensFn",
+    "SampleRule",
+    "Sampler",
+    "Sampling",
+    "SequenceCarry",
+    "draw",
+    "sampler_of",
+]
 
-Sampler = Callable[[Float[Array, " vocab"], Key], Int[Array, ""]]  # the token drawn from the logits of one position; traced
+Sampler = Callable[..., Int[Array, ""]]  # (logits [vocab], key[, history]): the token drawn for one position; traced
 
 _SMALL, _SMALLEST = 1e-6, 1e-30  # below the first temperature the maximum is subtracted first; below the second it is used instead
 
 _FN = "fn(params, carry, tokens)"  # what messages call the user's function
 _ONE_SEQUENCE = "return (new_carry, logits) for a batch of one sequence, with a carry made for one"
+
+
+class History(NamedTuple):
+    """What a sequence has had when its next token is chosen: the third argument of a rule of sampling that takes three.
+
+    Attributes:
+        tokens: int32 ``[max_length]``, the prompt and what was generated; -1 behind them.
+        num_prompt: int32, how many of them are the prompt.
+        length: int32, how many there are; ``length - num_prompt`` were generated.
+    """
+
+    tokens: Int[Array, " max_length"]
+    num_prompt: Int[Array, ""]
+    length: Int[Array, ""]
 
 
 @entries
@@ -39,19 +66,25 @@ class Sampling:
     """Draws the next token at a temperature, among the ``top_k`` most likely, or among those of probability ``top_p``.
 
     With the logits ``x``, the token ``t`` is drawn with the probability ``softmax(x / temperature)[t]``. ``top_k`` and ``top_p``
-    set the probabilities of unlikely tokens to zero, and the others are scaled up; first the temperature is applied, then
-    ``top_k``, then ``top_p`` to what ``top_k`` has left. Of tokens of equal probability, those with the smaller numbers are kept.
+    set the probabilities of unlikely tokens to zero, and the others are scaled up. First tokens of ``never`` are taken out, then
+    repetitions are made less likely, then the temperature is applied, then ``top_k``, then ``top_p`` to what ``top_k`` has left. Of
+    tokens of equal probability, those with the smaller numbers are kept.
 
-    An instance is a function ``(logits, key) -> token`` that can be traced, so a plain loop can draw the same tokens.
+    An instance is a function ``(logits, key) -> token`` that can be traced, so a plain loop can draw the same tokens. With a
+    ``repetition_penalty`` it is one of ``(logits, key, history)``.
 
     Args:
         temperature: below 1 likely tokens become more likely; 0 always takes the most likely token (greedy).
         top_k: how many tokens may be drawn (Fan et al. 2018); None: all.
         top_p: draw among the fewest tokens whose probabilities add up to at least ``top_p`` (nucleus sampling, Holtzman et al.
             2020); at least one token is left. None or 1: all.
+        repetition_penalty: above 1, tokens that the sequence has had, its prompt included, become less likely: their logits are
+            divided by it, or multiplied where they are negative (Keskar et al. 2019).
+        never: numbers of tokens that are never drawn.
 
     Raises:
-        ArgumentError: a temperature below 0, ``top_k`` below 1 or above the size of the vocabulary, or ``top_p`` not in (0, 1].
+        ArgumentError: a temperature below 0, ``top_k`` below 1 or above the size of the vocabulary, ``top_p`` not in (0, 1], a
+            penalty that is not above 0, or tokens in ``never`` that are none.
 
     Example:
         >>> logits = jnp.log(jnp.array([0.1, 0.6, 0.3]))
@@ -64,15 +97,25 @@ class Sampling:
 
     References:
         Fan, Lewis and Dauphin, Hierarchical Neural Story Generation, 2018, arXiv:1805.04833 (top-k).
+        Keskar et al., CTRL: A Conditional Transformer Language Model, 2019, arXiv:1909.05858 (the penalty).
         Holtzman et al., The Curious Case of Neural Text Degeneration, 2020, arXiv:1904.09751 (top-p).
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    repetition_penalty: float = 1.0
+    never: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         wrong: list[str] = []
+        several = isinstance(self.never, Iterable) and not isinstance(self.never, (str, bytes))
+        if not several or not all(map(is_count, self.never)):
+            wrong.append(f"never={shown(self.never)} is no list of token numbers")
+        else:
+            object.__setattr__(self, "never", tuple(map(int, self.never)))  # so that equal rules have equal hashes
+        if not (_is_real(self.repetition_penalty) and 0 < self.repetition_penalty < math.inf):
+            wrong.append(f"repetition_penalty={shown(self.repetition_penalty)} is no finite number above 0")
         if not (_is_real(self.temperature) and 0 <= self.temperature < math.inf):
             wrong.append(f"temperature={shown(self.temperature)} is no finite number of at least 0")
         if self.top_k is not None and not is_count(self.top_k, least=1):
@@ -84,17 +127,35 @@ class Sampling:
             fix = "pass for example jaxpp.Sampling(temperature=0.8, top_k=50, top_p=0.95); temperature=0 is greedy"
             raise ArgumentError("jaxpp.Sampling(...)", rule, wrong, fix)
 
-    def __call__(self, logits: Float[Array, " vocab"], key: Key) -> Int[Array, ""]:
+    def __call__(self, logits: Float[Array, " vocab"], key: Key, history: History | None = None) -> Int[Array, ""]:
         """The token drawn from the logits of one position."""
-        return jnp.argmax(_wide(logits)) if self.temperature == 0 else jax.random.categorical(key, self.adjusted(logits))
+        if self.temperature == 0:
+            return jnp.argmax(self._allowed(logits, history))
+        return jax.random.categorical(key, self.adjusted(logits, history))
 
-    def adjusted(self, logits: Float[Array, " vocab"]) -> Float[Array, " vocab"]:
+    def _allowed(self, logits: Float[Array, " vocab"], history: History | None) -> Float[Array, " vocab"]:
+        logits = _wide(logits)
+        if unknown := [token for token in self.never if token >= logits.shape[0]]:
+            where, fix = f"jaxpp.Sampling(never={list(self.never)})", "pass numbers of the model's own vocabulary"
+            raise ArgumentError(where, "tokens that are never drawn are in the vocabulary", f"{unknown}, of {logits.shape[0]}", fix)
+        if self.repetition_penalty != 1:
+            if history is None:
+                where, rule = "jaxpp.Sampling(repetition_penalty=...)(logits, key)", "a penalty needs the tokens that there were"
+                raise ArgumentError(where, rule, "no history", "pass a jaxpp.History as the third argument")
+            there = jnp.where(history.tokens >= 0, history.tokens, logits.shape[0])
+            repeated = jnp.zeros(logits.shape, bool).at[there].set(True, mode="drop")
+            less = jnp.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+            logits = jnp.where(repeated, less, logits)
+        return logits.at[jnp.array(self.never, int)].set(-jnp.inf) if self.never else logits
+
+    def adjusted(self, logits: Float[Array, " vocab"], history: History | None = None) -> Float[Array, " vocab"]:
         """The logits whose softmax is the distribution of the drawn token, in float32 or float64: -inf for tokens never drawn.
 
         Raises:
-            ArgumentError: ``top_k`` is above the size of the vocabulary, or the logits are those of several positions.
+            ArgumentError: ``top_k`` is above the size of the vocabulary, the logits are those of several positions, ``never`` names
+                tokens that there are not, or a penalty has no history.
         """
-        logits = _wide(logits)
+        logits = self._allowed(logits, history)
         size = logits.shape[0]
         if self.top_k is not None and self.top_k > size:
             where, rule = f"jaxpp.Sampling(top_k={self.top_k})", "top_k is at most the size of the vocabulary"
@@ -140,7 +201,7 @@ def sampler_of(sample: SampleRule) -> Sampler:
         return Sampling(temperature=0)
     if callable(sample) and sample is not Sampling:
         return sample
-    rule = 'sample is None or "greedy", a jaxpp.Sampling, or a function (logits [vocab], key) -> token'
+    rule = 'sample is None or "greedy", a jaxpp.Sampling, or a function (logits [vocab], key[, history]) -> token'
     fix = "pass for example sample=jaxpp.Sampling(temperature=0.8, top_k=50)"
     if sample is Sampling:
         fix = "call it: sample=jaxpp.Sampling()"
@@ -149,14 +210,28 @@ def sampler_of(sample: SampleRule) -> Sampler:
     raise ArgumentError("sample", rule, shown(sample), fix)
 
 
-def draw(sampler: Sampler, logits: Float[Array, " vocab"], key: Key) -> tuple[Int[Array, ""], Float[Array, ""]]:
+def takes_history(sampler: Sampler) -> bool:
+    """Whether a rule of sampling asks for the tokens that the sequence has had."""
+    if isinstance(sampler, Sampling):
+        return sampler.repetition_penalty != 1
+    try:
+        parameters = inspect.signature(sampler).parameters.values()
+    except (TypeError, ValueError):  # some callables have none
+        return False
+    by_place = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return sum(each.default is each.empty for each in by_place) > 2
+
+
+def draw(
+    sampler: Sampler, logits: Float[Array, " vocab"], key: Key, history: History | None = None
+) -> tuple[Int[Array, ""], Float[Array, ""]]:
     """A token, and the logarithm of its probability in the model's own distribution: at temperature 1, with every token allowed.
 
     That is NaN for a token that has no logit, and where logits are NaN.
     """
     logits = _wide(logits)
     try:
-        token = sampler(logits, key)
+        token = sampler(logits, key) if history is None else sampler(logits, key, history)
     except Exception as error:
         error.add_note(f"jaxpp: raised by sample, which was called with logits {describe(logits)} and a key")
         raise
@@ -176,9 +251,14 @@ def _is_token(value: object) -> bool:
 
 
 class SequenceCarry(NamedTuple):
-    """What a sequence carries from pass to pass: the user's carry, its raw key, and how many tokens it has had."""
+    """What a sequence carries from pass to pass: the user's carry, its raw key, and how many tokens it has had.
+
+    If the rule of sampling asks for them, also its tokens, the whole prompt from the beginning, and the length of the prompt.
+    """
 
     model: Tree
+    tokens: Int[Array, " max_length"] | None
+    num_prompt: Int[Array, ""] | None
     key: UInt32[Array, " words"]
     length: Int[Array, ""]
 
@@ -213,8 +293,14 @@ class NextTokenFn(Wrapped):
         _check_carry(carry.model, model)
         length = carry.length + tokens.shape[1]
         key = jax.random.fold_in(jax.random.wrap_key_data(carry.key, impl=self.implementation), length)
-        token, logprob = draw(self.sampler, _last(logits, tokens.shape[1]), key)
-        return SequenceCarry(model, carry.key, length), NextToken(token.reshape(1, 1), logprob)
+        last, there, num_prompt = _last(logits, tokens.shape[1]), carry.tokens, carry.num_prompt
+        if there is None or num_prompt is None:
+            token, logprob = draw(self.sampler, last, key)
+        else:
+            token, logprob = draw(self.sampler, last, key, History(there, num_prompt, length))
+            is_new = there.at[length].get(mode="fill", fill_value=0) < 0  # the prompt goes on behind a chunk of it
+            there = there.at[length].set(jnp.where(is_new, token, there[length]), mode="drop")
+        return SequenceCarry(model, there, num_prompt, carry.key, length), NextToken(token.reshape(1, 1), logprob)
 
 
 @dataclass(frozen=True)

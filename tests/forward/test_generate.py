@@ -553,6 +553,67 @@ def test_a_carry_for_four_sequences_is_named_where_the_model_stumbles_over_it(tw
     assert "each array of the carry is 4 long along its first axis" in note
 
 
+def not_before(count, stop):
+    """Greedy, but no sequence ends at the stop token before it has so many tokens of its own; nor repeats the last two."""
+
+    def sample(logits, key, history):
+        made = history.length - history.num_prompt
+        last = history.tokens[history.length - jnp.array([1, 2])]
+        logits = logits.at[jnp.where(last >= 0, last, 23)].set(-jnp.inf, mode="drop")
+        return jnp.where(made < count, logits.at[stop].set(-jnp.inf), logits).argmax()
+
+    return sample
+
+
+def with_history(decoder, prompts, num_tokens, sample, key, room, stop=()):
+    """The tokens of a loop over one sequence at a time on one device, for a rule that reads what there was."""
+    step, found = jax.jit(decoder.fn), []
+    for number, prompt in enumerate(prompts):
+        carry, there = decoder.carry, [int(token) for token in prompt]
+        for token in there:
+            carry, logits = step(decoder.params, carry, np.array([[token]], np.int32))
+        made = []
+        while len(made) < num_tokens and not (made and made[-1] in stop):
+            own = jax.random.fold_in(jax.random.fold_in(key, number), len(there))
+            tokens = jnp.array(there + [-1] * (room - len(there)), jnp.int32)
+            history = jaxpp.History(tokens, jnp.int32(len(prompt)), jnp.int32(len(there)))
+            made.append(int(sample(logits[0, -1], own, history)))
+            there.append(made[-1])
+            carry, logits = step(decoder.params, carry, np.array([made[-1:]], np.int32))
+        found.append(made)
+    return found
+
+
+RULES = {
+    "a penalty": (jaxpp.Sampling(temperature=0.9, top_k=9, repetition_penalty=1.7, never=(3, 5)), ()),
+    "a function": (not_before(4, 2), (2,)),
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "group_size"), [("a penalty", 1), ("a function", 2), pytest.param("a penalty", 2, marks=pytest.mark.long)]
+)
+def test_a_rule_that_reads_what_a_sequence_has_had_draws_what_a_loop_draws(two_stages, rule, group_size):
+    forward, params = two_stages
+    (sample, stop), key, prompts = RULES[rule], jax.random.key(5), prompts_of(1, 11, 4, 9, 6)
+    wanted = with_history(SMALL, prompts, 7, sample, key, 33, stop)
+    options = {"sample": sample, "key": key, "chunk": 8, "group_size": group_size, "stop": stop, "num_groups": 2}
+    made = forward.generate(params, SMALL.fn, SMALL.carry, prompts, 7, **options).collect()
+    assert [row.tolist() for row in made] == wanted
+    plain = jaxpp.Sampling(temperature=0.9, top_k=9) if rule == "a penalty" else None
+    assert wanted != [each.tokens for each in loop(SMALL, prompts, 7, plain, key)]
+
+
+def test_a_rule_that_reads_what_there_was_needs_to_know_how_long_a_sequence_may_be():
+    decoder = MODELS["recurrent"]()
+    forward, params = decoder.forward(1)
+    options = {"sample": jaxpp.Sampling(repetition_penalty=1.2), "chunk": 1}
+    with pytest.raises(ArgumentError, match="is told how long a sequence may be"):
+        forward.generate(params, decoder.fn, decoder.carry, [[1, 2]], 3, **options)
+    made = forward.generate(params, decoder.fn, decoder.carry, [[1, 2]], 3, max_length=5, **options).collect()
+    assert made[0].shape == (3,)
+
+
 def refused_at(token):
     """A rule of sampling, and a function, that fail where the likeliest token is this one."""
 

@@ -27,7 +27,8 @@ def wanted(lengths, nums, stop):
         tokens = []
         for index in range(num_tokens):
             tokens.append(token_of(prompt, length + index))
-            if tokens[-1] in stop:
+            ends = [list(tokens_of) if isinstance(tokens_of, tuple) else [tokens_of] for tokens_of in stop]
+            if any(tokens[-len(end) :] == end for end in ends):
                 break
         found.append(tokens)
     return found
@@ -105,7 +106,7 @@ def prompts_in(rows):
     num_groups=st.integers(1, 4),
     group_size=st.integers(1, 3),
     ahead=st.integers(0, 7),
-    stop=st.sampled_from([(), (7,), (1, 2, 3), range(11)]),
+    stop=st.sampled_from([(), (7,), (1, 2, 3), range(11), ((6, 1), (2, 8, 3), 9), tuple((k, (k + 6) % 11) for k in range(11))]),
     lazy=st.booleans(),
 )
 def test_each_prompt_gets_the_tokens_of_a_loop_over_it_alone(sizes, num_groups, group_size, ahead, stop, lazy):
@@ -224,6 +225,14 @@ def test_stop_is_a_token_or_several(stop):
     assert [token.last for token in places.read(((0, sequence),), [STOP], [0.0])] == [True]
 
 
+@pytest.mark.parametrize("stop", [[[4, STOP]], [[9], [4, STOP]], np.array([[4, STOP]]), ((4, np.int64(STOP)), 1)])
+def test_stop_sequences_end_where_all_their_tokens_came_one_after_another(stop):
+    places = Places([[4]], 9, num_groups=1, stop=stop)
+    _, sequence = places.admit(0)
+    made = [places.read(((0, sequence),), [token], [0.0])[0].last for token in (STOP, 4, 4, STOP)]
+    assert made == [False, False, False, True]
+
+
 @pytest.mark.parametrize("stop", [(), None, []])
 def test_without_stop_tokens_none_ends_a_sequence(stop):
     places = Places([[1]], 4, num_groups=1, stop=stop)
@@ -340,7 +349,7 @@ def test_numbers_of_tokens_are_as_many_as_prompts():
         places.admit(1)
 
 
-@pytest.mark.parametrize("stop", ["</s>", -1, 1.5, [3, "x"], {"eos": 2}, np.array([[1]]), True])
+@pytest.mark.parametrize("stop", ["</s>", -1, 1.5, [3, "x"], {"eos": 2}, np.array([[[1]]]), True, [[]], [[1, [2]]]])
 def test_stop_tokens_that_are_none_are_refused(stop):
     with pytest.raises(ArgumentError) as caught:
         Places([[1]], 2, num_groups=1, stop=stop)

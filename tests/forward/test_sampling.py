@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.forward.sampling import Sampling, draw, sampler_of
 
@@ -226,7 +227,9 @@ def test_what_is_no_sampler_is_refused(sample, got, fix):
     with pytest.raises(ArgumentError) as caught:
         sampler_of(sample)
     lines = str(caught.value).splitlines()
-    assert lines[0] == 'sample: sample is None or "greedy", a jaxpp.Sampling, or a function (logits [vocab], key) -> token.'
+    assert (
+        lines[0] == 'sample: sample is None or "greedy", a jaxpp.Sampling, or a function (logits [vocab], key[, history]) -> token.'
+    )
     assert lines[1].startswith(f"  Got: {got}") and lines[2].startswith(f"  Fix: {fix}")
 
 
@@ -255,3 +258,25 @@ def test_what_a_sampler_raises_comes_out_with_a_note():
     with pytest.raises(TypeError, match="takes 1 positional") as caught:
         draw(sampler_of(lambda logits: 0), jnp.zeros(8), jax.random.key(0))
     assert caught.value.__notes__ == ["jaxpp: raised by sample, which was called with logits f32[8] and a key"]
+
+
+def test_a_penalty_makes_what_there_was_less_likely_and_never_takes_tokens_out():
+    logits = jnp.array([2.0, -1.0, 1.5, 3.0, 0.5])
+    history = jaxpp.History(jnp.array([0, 1, 1, -1, -1]), jnp.int32(2), jnp.int32(3))
+    rule = jaxpp.Sampling(repetition_penalty=2.0, never=[3])
+    np.testing.assert_array_equal(rule.adjusted(logits, history), [1.0, -2.0, 1.5, -jnp.inf, 0.5])
+    greedy = jaxpp.Sampling(temperature=0, repetition_penalty=2.0, never=np.array([3]))
+    assert int(greedy(logits, jax.random.key(0), history)) == 2
+    assert hash(rule) == hash(jaxpp.Sampling(repetition_penalty=2.0, never=(3,)))
+    with pytest.raises(ArgumentError, match="a penalty needs the tokens that there were"):
+        rule(logits, jax.random.key(0))
+    with pytest.raises(ArgumentError, match="tokens that are never drawn are in the vocabulary"):
+        jaxpp.Sampling(never=[5]).adjusted(logits)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"never": 3}, {"never": "ab"}, {"never": [-1]}, {"repetition_penalty": 0}, {"repetition_penalty": "2"}]
+)
+def test_penalties_and_tokens_that_are_none_are_refused(wrong):
+    with pytest.raises(ArgumentError, match=f"Got: {next(iter(wrong))}="):
+        jaxpp.Sampling(**wrong)
