@@ -453,12 +453,12 @@ def random_damage(manifest, seed):
     return wrong
 
 
-@pytest.mark.parametrize("start", [0, *(pytest.param(k, marks=pytest.mark.long) for k in (50, 350, 650, 950))])
+@pytest.mark.parametrize("start", [0, *(pytest.param(k, marks=pytest.mark.long) for k in (20, 320, 620, 920))])
 def test_random_damage_of_a_manifest_is_one_clear_error_and_the_bank_is_as_before(start, tmp_path):
     dog = {"a": (np.ones(4, "f"), [np.ones(1, "f")])}
     trees = {"cat": {"w": np.ones((2, 3), "f"), "none": np.zeros((0, 2), "f")}, ("dog", 1): dog}
     manifest, refused, changed = jaxpp.Bank(trees, SGD).save(tmp_path), list[str](), list[int]()
-    for seed in range(start, start + (300 if start else 50)):
+    for seed in range(start, start + (300 if start else 20)):
         bank = jaxpp.Bank({name: trees[name] for name in list(trees)[: seed % 3]}, SGD)
         before = bits(bank)
         try:
@@ -467,7 +467,7 @@ def test_random_damage_of_a_manifest_is_one_clear_error_and_the_bank_is_as_befor
             refused.append(str(error))
             changed += [seed] * (bits(bank) != before)
     assert not changed
-    assert len(refused) > 35
+    assert len(refused) > 10
     for message in refused:
         assert re.fullmatch(rf"bank\.restore\('{tmp_path}', \.\.\.\): .*\.\n  Got: .*\.\n  Fix: .*\.", message, re.DOTALL), message
 

@@ -27,7 +27,7 @@ from jaxpp.observe.memory.ledger import Ledger, Sample, homes_of, sample_step
 from jaxpp.observe.memory.liveness import Life, Liveness, step_liveness
 from jaxpp.observe.profile.profile import Clock, Profile, RingPass
 from jaxpp.observe.profile.spans import Span, Stamp, beginning, durations_of, isolated_spans, traced_spans, watched_spans
-from jaxpp.observe.profile.trace import STEP, Run, TraceError, matched, read_runs
+from jaxpp.observe.profile.trace import STEP, DamagedTraceError, Run, TraceError, matched, read_runs
 from jaxpp.plan.builder import CALLER, Name
 from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.plan.step import Leaves
@@ -538,7 +538,8 @@ def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key
         key: of the traced steps, or its shape.
 
     Raises:
-        ArgumentError: there is no trace, or it does not hold whole steps of such a pipeline and nothing else of it.
+        ArgumentError: there is no trace, its file is damaged, or it does not hold whole steps of such a pipeline and nothing else
+            of it.
 
     Example:
         In ``with jax.profiler.trace("out"):`` call ``state, metrics = pipe.step(state, batch)`` some times, and
@@ -549,9 +550,10 @@ def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key
     try:
         runs = read_runs(Path(folder))
         found = matched(plan, runs, max(1, len(runs.steps)))
-    except FileNotFoundError as error:
-        rule = "it reads what jax.profiler.trace(folder) has written"
-        raise ArgumentError(where, rule, str(error), "pass the folder that you gave to jax.profiler.trace") from None
+    except (FileNotFoundError, DamagedTraceError) as error:
+        rule, is_missing = "it reads what jax.profiler.trace(folder) has written", isinstance(error, FileNotFoundError)
+        fix = "pass the folder that you gave to jax.profiler.trace" if is_missing else "take the trace again, or copy it again"
+        raise ArgumentError(where, rule, str(error), fix) from None
     except TraceError as error:
         rule = "the trace has whole steps of a pipeline like this one, with this batch's shapes"
         fix = "call jax.block_until_ready((state, metrics.grad_norm)) before the trace begins, and before it ends"
