@@ -5,8 +5,8 @@ to that step. Orbax writes both into a temporary folder and renames the folder w
 there. The writing happens in threads, while the training goes on. What fails there is raised by ``wait_until_finished``, once, and
 by nothing else; ``look`` asks for it after every step.
 
-Orbax keeps no checksums of arrays: a file with other bits may come back as other numbers. So each step gets a file of digests when it is whole,
-and a run that goes on from the step compares them first.
+Orbax keeps no checksums of arrays: a file with other bits may come back as other numbers. So each step gets a file of digests when
+it is whole, and a run that goes on from the step compares them first.
 """
 
 import contextlib
