@@ -196,7 +196,10 @@ def test_a_run_that_goes_on_without_its_disk_says_so_in_the_end(config, whole, t
         lm.main()
     assert str(caught.value) == f"lm: step 6 is not saved in {folder}: step None is the newest there"
     captured = capfd.readouterr()
-    assert captured.err == f"lm: --checkpoint {folder}: step 6 could not be saved (Not a directory); no step is safe there\n"
+    assert captured.err.splitlines() == [
+        f"lm: --checkpoint {folder}: the digests of step 4 are missing (Not a directory)",
+        f"lm: --checkpoint {folder}: step 6 could not be saved (Not a directory); no step is safe there",
+    ]
     assert json.loads(line.read_text())["final_loss"] == whole[False].losses[-1]
 
 
