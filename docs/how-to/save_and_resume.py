@@ -269,6 +269,8 @@ assert resumed.step == 30 and not list(folder.glob("40*"))
 # - With a bank, the state holds the shared parameters alone. [Save a bank](save_a_bank.py) saves the sets of the tasks too.
 # - Data loaders such as grain have a position of their own that Orbax can save in the same checkpoint, with
 #   `ocp.args.Composite(state=..., data=...)`. That is faster than skipping batches if the run is long.
+# - Orbax keeps no checksums of arrays, and converts leaves to the dtype of the target, both without a word:
+#   [What nobody checks](../guide/save.md#what-nobody-checks).
 # - A checkpoint opens only with an optimizer whose state has the same form. To begin anew with the parameters alone, restore
 #   `params` and give them to `pipe.init(params, batch)`.
 # - Orbax logs through the logger `absl`: warnings and errors by default. `logging.getLogger("absl").setLevel("ERROR")` silences the

@@ -4,10 +4,15 @@ A checkpoint is the state, as the user's own trees, and one file of JSON: the op
 to that step. Orbax writes both into a temporary folder and renames the folder when all is written, so a checkpoint is whole or not
 there. The writing happens in threads, while the training goes on. What fails there is raised by ``wait_until_finished``, once, and
 by nothing else; ``look`` asks for it after every step.
+
+Orbax keeps no checksums of arrays: a file with other bits may come back as other numbers. So each step gets a file of digests when
+it is whole, and a run that goes on from the step compares them first.
 """
 
 import contextlib
+import hashlib
 import importlib
+import json
 import logging
 import os
 import re
@@ -26,6 +31,7 @@ from experiments.options import ConfigError, check_folder
 
 __all__ = ["CheckpointError", "Checkpoints", "History", "Times"]
 
+DIGESTS = "digests.json"  # in the folder of a step: the SHA-256 of each of its files
 KEPT = 2  # checkpoints in the folder; the older ones are deleted when a newer one is whole
 
 
@@ -83,6 +89,7 @@ class Checkpoints:
 
     Raises:
         ConfigError: the folder cannot be written, Orbax is not installed, or the run that was saved there had other settings.
+        CheckpointError: the newest step is not as it was saved.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, go_on: bool = False):
@@ -94,6 +101,7 @@ class Checkpoints:
         check_folder("--checkpoint", self._folder)
         self._manager = self._open()
         self.safe_step: int | None = self._manager.latest_step()
+        self._check_digests()
         self.history = History() if self.safe_step is None else self._read()
 
     def restore(self, target: jaxpp.State) -> jaxpp.State:
@@ -184,7 +192,33 @@ class Checkpoints:
             return self._failure(error)
         self.safe_step, self._saving = self._saving, None
         self.times.writes.append(time.perf_counter() - self._began)
+        self._write_digests()
         return None
+
+    def _write_digests(self) -> None:
+        if jax.process_index() > 0:
+            return
+        path = self._folder / str(self.safe_step) / DIGESTS
+        try:
+            half = path.with_suffix(".half")
+            half.write_text(json.dumps(_digests(path.parent), indent=1))
+            half.replace(path)
+        except OSError as error:
+            self._say(
+                Failure(f"--checkpoint {self._given}: the digests of step {self.safe_step} are missing ({_reason(error)})", error)
+            )
+
+    def _check_digests(self) -> None:
+        """Compare the files of the newest step with its digests, if it has any: a killed run may have had no time for them."""
+        if self.safe_step is None or not (path := self._folder / str(self.safe_step) / DIGESTS).exists():
+            return
+        try:
+            found, known = _digests(path.parent), dict[str, str](json.loads(path.read_text()))
+        except (OSError, TypeError, ValueError) as error:
+            raise self._unreadable(_reason(error) if isinstance(error, OSError) else f"{DIGESTS} is damaged") from error
+        if odd := sorted(name for name, digest in known.items() if found.get(name) != digest):
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            raise self._unreadable(f"not as it was saved: {odd[0]}{more}")
 
     def _failure(self, error: Exception) -> Failure:
         """Find out what is on disk, and delete what is half written.
@@ -223,13 +257,24 @@ class Checkpoints:
         return History(found["losses"], [(done, loss) for done, loss in found["val_losses"]])
 
     def _restore(self, item: str, args: Any) -> Any:
-        step = self.safe_step
         try:
-            return self._manager.restore(step, args=self._orbax.args.Composite(**{item: args}))[item]
+            return self._manager.restore(self.safe_step, args=self._orbax.args.Composite(**{item: args}))[item]
         except Exception as error:
-            fix = f"delete {self._given / str(step)}, to go on from an older step or from the start, or name another folder"
-            said = f"--checkpoint {self._given}: step {step} cannot be read ({_reason(error)}). Fix: {fix}."
-            raise CheckpointError(said) from error
+            raise self._unreadable(_reason(error)) from error
+
+    def _unreadable(self, reason: str) -> CheckpointError:
+        fix = f"delete {self._given / str(self.safe_step)}, to go on from an older step or from the start, or name another folder"
+        return CheckpointError(f"--checkpoint {self._given}: step {self.safe_step} cannot be read ({reason}). Fix: {fix}.")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each file of a step, by its path."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.stem != Path(DIGESTS).stem:
+            with path.open("rb") as file:
+                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def _typed(name: str, value: Any) -> str:

@@ -75,7 +75,10 @@ def shown(value: object) -> str:
         >>> shown(3), len(shown("a" * 1000))
         ('3', 80)
     """
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except RecursionError:
+        text = f"a {type(value).__name__} that is nested too deeply to be printed"
     return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
 
 

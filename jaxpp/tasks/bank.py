@@ -19,7 +19,9 @@ import optax
 from jax.sharding import SingleDeviceSharding
 from tqdm import tqdm
 
-from jaxpp.errors import BankError, shown
+from jaxpp.engine.tracing import check_key
+from jaxpp.errors import ArgumentError, BankError, shown
+from jaxpp.errors.checks import check_function
 from jaxpp.errors.tracebacks import entries, managed
 from jaxpp.runtime.edges import HOST_MEMORY, check_alive, put, to_device, unaliased
 from jaxpp.runtime.processes.here import is_addressable
@@ -117,6 +119,13 @@ class Bank:
         slots: int = 2,
     ) -> "Bank":
         """A bank whose sets are made on the device, one at a time, by ``init(key)``, which is jitted; else as for the class."""
+        where = "Bank.make(init, keys, optimizer)"
+        check_function(where, "init is a function that makes the set of a task from its key", init)
+        if not isinstance(keys, Mapping):
+            rule, fix = "keys has a key for each task, by name", 'pass for example {"cat": jax.random.key(0)}'
+            raise ArgumentError(where, rule, shown(keys), fix)
+        for key in keys.values():
+            check_key(key)
         bank = cls({}, optimizer, device=device, slots=slots)
         init = jax.jit(init, out_shardings=bank._home)
         with _with_bar("keys", keys) as bar:

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +37,11 @@ __all__ = ["BankFiles", "Json"]
 Json = Any  # what JSON gives back unchanged: dicts with texts as keys, lists, texts, numbers, booleans, None
 
 _FORMAT = 1
+_MANIFEST = (
+    "a manifest says where the sets of a bank are",
+    "pass what bank.save returned, as json or Orbax's JsonRestore give it back; if it is damaged, restore an earlier checkpoint",
+)
+_SET = "a set's folder is as it was saved", "restore an earlier manifest; if the folder is a copy, copy it again"
 _FOLDER = re.compile(r"(set-[\w-]*-[0-9a-f]{16,})(\.orbax-checkpoint-tmp.*)?", re.ASCII)  # a set's folder, or unfinished one
 _Directory = str | os.PathLike[str]
 
@@ -113,15 +118,18 @@ class BankFiles:
             raise BankError(where, rule, f"sets that the manifest does not name: {', '.join(extra[:4])}", fix)
         for name in self._sets.layouts:
             store.check_idle(name, "be restored")
-        layouts, there = self._layouts(where, sets, forms), _folders(where, path)
-        if missing := [f"{name!r}: {folder} is not there" for name, (folder, _) in sets.items() if folder not in there]:
-            fix = "pass the directory that the sets were saved in; a folder that bank.prune has deleted is gone"
-            raise BankError(where, "the folders that a manifest names are in the directory", missing, fix)
+        there = _folders(where, path)
+        with _reading(where, manifest, *_MANIFEST):
+            layouts = self._layouts(where, sets, forms)
+            if missing := [f"{name!r}: {folder} is not there" for name, (folder, _) in sets.items() if folder not in there]:
+                fix = "pass the directory that the sets were saved in; a folder that bank.prune has deleted is gone"
+                raise BankError(where, "the folders that a manifest names are in the directory", missing, fix)
         copies = {}
         bar = progress(sets.items(), desc="sets read", unit="set", after=2)
         with contextlib.closing(ocp.PyTreeCheckpointer()) as reader, bar as items:
             for name, (folder, _) in items:
-                copies[name] = self._read(where, ocp, reader, name, path / folder, layouts[name])
+                with _reading(where, f"{name!r}, in {path / folder}", *_SET):
+                    copies[name] = self._read(where, ocp, reader, name, path / folder, layouts[name])
         with Hold() as hold:
             hold.begin()
             store.replace(copies)
@@ -204,12 +212,7 @@ class BankFiles:
         types = [aval if aval is None else as_key if is_key(aval) else as_numpy for aval in stored]
         item = [aval if aval is None or k in here else ocp.PLACEHOLDER for k, aval in enumerate(stored)]
         args = ocp.args.PyTreeRestore(item=_saved_tree(layout, item), restore_args=_saved_tree(layout, types))
-        rule = "a set's folder is as it was saved"
-        fix = "restore an earlier manifest; if the folder is a copy, copy it again"
-        try:
-            tree = reader.restore(path, args=args)
-        except Exception as error:  # whatever Orbax and the disk may raise
-            raise BankError(where, rule, f"{name!r}, in {path}: {_in_words(error)}", fix) from error
+        tree = reader.restore(path, args=args)
         values = iter(jax.tree.leaves((tree["params"], tree["opt_state"])))
         leaves = [next(values) if aval.size else np.zeros(aval.shape, aval.dtype) for aval in layout.shapes]
         held, store = self._sets.here(layout, leaves), self._sets.store
@@ -217,7 +220,7 @@ class BankFiles:
         copy = store.copied(held, homes)
         shapes = dict(enumerate(layout.shapes)) | dict(zip(sorted(here), copy.packing.shapes, strict=True))
         if wrong := layout.differences(*layout.fill([shapes[k] for k in range(len(leaves))])):
-            raise BankError(where, rule, [f"{name!r}: {line}" for line in wrong], fix)
+            raise BankError(where, _SET[0], [f"{name!r}, in {path}: {line}" for line in wrong], _SET[1])
         return copy
 
 
@@ -293,9 +296,10 @@ def _write_manifest(folders: Mapping[Hashable, str], layouts: Mapping[Hashable, 
 def _read_manifest(where: str, manifest: Json) -> tuple[dict[Hashable, tuple[str, int]], list[Json]]:
     version = manifest.get("jaxpp_bank") if isinstance(manifest, Mapping) else None
     if version not in (None, _FORMAT):
-        got, fix = f"version {version!r}; this jaxpp reads version {_FORMAT}", "use a later jaxpp, such as the one that saved it"
+        got = f"version {shown(version)}; this jaxpp reads version {_FORMAT}"
+        fix = "use a later jaxpp, such as the one that saved it"
         raise BankError(where, "a manifest is of a version that jaxpp knows", got, fix)
-    try:
+    with _reading(where, manifest, *_MANIFEST):
         sets, forms = {_decoded(name): (folder, number) for name, folder, number in manifest["sets"]}, list(manifest["forms"])
         right = [isinstance(folder, str) and number in range(len(forms)) for folder, number in sets.values()]
         for form in forms:
@@ -304,12 +308,20 @@ def _read_manifest(where: str, manifest: Json) -> tuple[dict[Hashable, tuple[str
                 right += [isinstance(leaf.path, str), *(isinstance(size, int) and size >= 0 for size in leaf.shape)]
                 right.append(leaf.dtype.startswith("key<") or np.dtype(leaf.dtype).itemsize > 0)
         if not all(right):
-            raise ValueError("a part of the manifest is damaged")
-        return sets, forms
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        fix = "pass what bank.save returned, as json or Orbax's JsonRestore give it back"
-        got = "trees that are nested too deeply" if isinstance(error, RecursionError) else shown(manifest)
-        raise BankError(where, "a manifest says where the sets of a bank are", got, fix) from error
+            raise ValueError("a part of it is not what it should be")
+    return sets, forms
+
+
+@contextlib.contextmanager
+def _reading(where: str, what: Json, rule: str, fix: str) -> Iterator[None]:
+    """A block that reads what may be damaged, and then may raise anything: that becomes one error, which says what was read."""
+    try:
+        yield
+    except BankError:
+        raise
+    except Exception as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else _in_words(error)
+        raise BankError(where, rule, f"{what if isinstance(what, str) else shown(what)}: {why}", fix) from error
 
 
 def _form(layout: SetLayout) -> Json:

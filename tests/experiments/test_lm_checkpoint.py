@@ -20,7 +20,7 @@ import pytest
 import jaxpp
 from experiments.lm import main as lm
 from experiments.lm import meter, text
-from experiments.lm.checkpoints import CheckpointError, Checkpoints, History
+from experiments.lm.checkpoints import DIGESTS, CheckpointError, Checkpoints, History
 from experiments.lm.interrupts import Interrupted, StopRequest
 from experiments.lm.main import open_checkpoints, run
 from experiments.options import ConfigError
@@ -198,7 +198,10 @@ def test_a_run_that_goes_on_without_its_disk_says_so_in_the_end(config, whole, t
         lm.main()
     assert str(caught.value) == f"lm: step 6 is not saved in {folder}: step None is the newest there"
     captured = capfd.readouterr()
-    assert captured.err == f"lm: --checkpoint {folder}: step 6 could not be saved (Not a directory); no step is safe there\n"
+    assert captured.err.splitlines() == [
+        f"lm: --checkpoint {folder}: the digests of step 4 are missing (Not a directory)",
+        f"lm: --checkpoint {folder}: step 6 could not be saved (Not a directory); no step is safe there",
+    ]
     assert json.loads(line.read_text())["final_loss"] == whole[False].losses[-1]
 
 
@@ -306,13 +309,18 @@ def test_a_save_without_room_is_seen_while_the_run_goes_on_and_the_next_one_is_m
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("digests", [True, False])
 @pytest.mark.parametrize(
     ("lost", "reason"),
     [("run", "was not found"), ("run/metadata", "not found"), ("state", "was not found")],
 )
-def test_a_damaged_checkpoint_is_refused_and_the_older_one_is_offered(folder, lost, reason):
+def test_a_damaged_checkpoint_is_refused_and_the_older_one_is_offered(folder, lost, reason, digests):
     path = folder / "2" / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if digests:
+        reason = f"not as it was saved: {lost}"
+    else:  # the run was killed before it wrote them
+        (folder / "2" / DIGESTS).unlink()
     with pytest.raises(CheckpointError) as caught:
         Checkpoints(folder, {"width": 16}).restore(state_of(0))
     said, fix = str(caught.value).split(" Fix: ")
@@ -320,6 +328,23 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_is_offered(folder, lo
     assert fix == f"delete {folder / '2'}, to go on from an older step or from the start, or name another folder."
     shutil.rmtree(folder / "2")
     assert Checkpoints(folder, {"width": 16}).safe_step == 1
+
+
+def test_bits_that_have_changed_on_the_disk_are_found_in_every_file_before_anything_is_restored(folder):
+    files = sorted(path for path in (folder / "2").rglob("*") if path.is_file() and path.stat().st_size)
+    assert sum(path.parent.name == "d" for path in files) >= 2  # arrays
+    rng = np.random.default_rng(0)
+    for path in files:
+        whole = path.read_bytes()
+        damaged = bytearray(whole)
+        damaged[rng.integers(len(whole))] ^= 1 << rng.integers(8)
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"step 2 cannot be read \((not as it was saved: .|digests\.json is damaged)"):
+            Checkpoints(folder, {"width": 16})
+        path.write_bytes(whole)
+    checkpoints = Checkpoints(folder, {"width": 16})
+    assert checkpoints.safe_step == 2
+    checkpoints.close()
 
 
 @pytest.mark.long

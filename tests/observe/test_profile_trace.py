@@ -1,6 +1,8 @@
 """What JAX's profiler records of a pipeline: the names of its programs, and a run for each instruction of the plan."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -8,7 +10,7 @@ import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.profile.record import Watch
 from jaxpp.observe.profile.spans import Stamp, durations_of, isolated_spans, traced_spans
-from jaxpp.observe.profile.trace import Run, Runs, TraceError, matched, read_runs
+from jaxpp.observe.profile.trace import DamagedTraceError, Run, Runs, TraceError, matched, read_runs
 from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.schedule import Action, Kind, make
 from tests.models import mlp_case
@@ -76,6 +78,43 @@ def test_a_trace_taken_elsewhere_makes_a_profile(tmp_path):
 def test_where_there_is_no_trace_that_is_said(tmp_path):
     with pytest.raises(FileNotFoundError, match="no trace"):
         read_runs(tmp_path)
+
+
+def test_a_file_that_is_no_trace_is_named(tmp_path):
+    (tmp_path / "host.xplane.pb").write_bytes(b"no trace at all")
+    with pytest.raises(DamagedTraceError, match=r"host\.xplane\.pb cannot be read: RuntimeError: Failed to parse"):
+        read_runs(tmp_path)
+
+
+def random_damage(data, seed):
+    """A file that has lost its end or a piece, or of which bits or a piece are others."""
+    rng, data = np.random.default_rng(seed), bytearray(data)
+    how, begin = rng.choice(["end", "bits", "bits", "lost", "other"]), rng.integers(len(data))
+    end = begin + rng.choice([1, 4, 100, 5000])
+    if how == "bits":
+        for at in rng.integers(len(data), size=rng.choice([1, 2, 30, 1000])):
+            data[at] ^= 1 << rng.integers(8)
+        return data
+    if how == "other":
+        return data[:begin] + rng.bytes(end - begin) + data[end:]
+    return data[:begin] + (data[end:] if how == "lost" else b"")
+
+
+@pytest.mark.long
+def test_random_damage_of_a_trace_is_one_clear_error_that_names_the_file(tmp_path):
+    pipe, batch = traced_loop(tmp_path, "1f1b")
+    file = next(tmp_path.rglob("*.xplane.pb"))
+    whole, damaged = file.read_bytes(), []
+    for seed in range(200):
+        file.write_bytes(random_damage(whole, seed))
+        try:
+            jaxpp.observe.from_trace(tmp_path, pipe, batch)
+        except ArgumentError as error:
+            damaged += [str(error)] * ("it reads what jax.profiler.trace(folder) has written" in str(error))
+    assert len(damaged) > 50
+    for message in damaged:
+        assert f"Got: {file} cannot be read: " in message
+        assert "Fix: take the trace again, or copy it again." in message
 
 
 def test_a_profile_beside_somebody_elses_trace_is_refused(tmp_path):
@@ -203,3 +242,10 @@ def test_alone_each_program_takes_its_median_and_waits_for_its_operands_and_its_
     assert [(s.start, s.end) for s in spans] == [
         pytest.approx(pair) for pair in ((0, 0.1), (0.1, 0.13), (0.13, 0.43), (0.43, 0.63), (0.63, 0.66), (0.66, 0.76))
     ]
+
+
+@pytest.mark.parametrize(("folder", "pipe", "got"), [(None, None, "None"), (3, None, "3"), ("out", 3, "3"), ("out", None, "None")])
+def test_what_is_no_folder_or_no_pipeline_is_refused(folder, pipe, got):
+    with pytest.raises(ArgumentError, match=f"Got: {got}\\.") as caught:
+        jaxpp.observe.from_trace(folder, pipe, jnp.ones((4, 2)))
+    assert "Fix: call from_trace(folder, pipe, batch)." in str(caught.value)

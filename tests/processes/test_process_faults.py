@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 
@@ -118,16 +119,46 @@ def mismatches() -> None:
         print(json.dumps({"loss": float(metrics.loss)}), flush=True)
 
 
-def steps(raises: bool = False, pause: float = 0.0) -> None:
-    """Step until something happens."""
+def steps(raises: bool = False, leaves: int | None = None, reads: bool = True, pause: float = 0.0) -> None:
+    """Step until something happens: process 1 raises, or one leaves."""
     pipe = make()
     state = pipe.init(PARAMS, BATCH)
     for number in range(100_000):
         state, metrics = pipe.step(state, BATCH)
-        print("step", number, float(metrics.loss), flush=True)
+        print("step", number, *([float(metrics.loss)] if reads else []), flush=True)
         time.sleep(pause)
         if raises and number == 5 and jax.process_index() == 1:
             raise RuntimeError("in the user's loop")
+        if number == 5 and jax.process_index() == leaves:
+            sys.exit(0)
+
+
+def orderly(count: int, pause: float, after: float) -> None:
+    """As many steps in all processes, but process 0 takes its time, and has something to do at the end."""
+    pipe, me = make(), jax.process_index()
+    state = pipe.init(PARAMS, BATCH)
+    for _ in range(count):
+        time.sleep(pause * (me == 0))
+        state, _ = pipe.step(state, BATCH)
+    if me == 0:
+        jax.block_until_ready(state.params["w0"])
+        time.sleep(after)
+    print("end", time.time(), flush=True)
+
+
+def interrupted() -> None:
+    """Process 1 is interrupted in a step, and takes that as a reason to end well."""
+    pipe = make()
+    state = pipe.init(PARAMS, BATCH)
+    try:
+        for number in range(100_000):
+            if number == 5 and jax.process_index() == 1:
+                with channel.transfers("pipe.step"):
+                    raise KeyboardInterrupt
+            state, metrics = pipe.step(state, BATCH)
+            print("step", number, float(metrics.loss), flush=True)
+    except KeyboardInterrupt:
+        print("good night", flush=True)
 
 
 def broken_off() -> None:
@@ -318,6 +349,61 @@ def test_an_exception_in_the_loop_of_one_process_ends_all():
     assert "jaxpp: process 1 raised RuntimeError: in the user's loop; process 0 cannot go on without it" in other.errors
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_that_ends_by_itself_before_the_others_ends_all_of_them_soon(number):
+    with start(f"{CASES}:steps", 2, {"leaves": number}, together=False) as processes:
+        wait_for(processes[number], "step 5")
+        begun = time.monotonic()
+        ended = processes.wait(40)
+        assert time.monotonic() - begun < 25
+    gone, other = ended[number], ended[1 - number]
+    assert gone.code == 1
+    assert other.code != 0  # JAX ends it by a signal if process 0 is gone
+    left = f"jaxpp: process {number} has come to the end of its script"
+    here = f"process {1 - number} has gone on with pipe.step with a batch of x f32[16,8], y f32[16,8]"
+    assert f"{left} before the others: {here}; it cannot go on without it" in other.errors
+    assert f"{left} before process {1 - number}, which has gone on; it ends within 5 seconds" in gone.errors
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", [{"raises": True}, {"leaves": 1}])
+def test_a_loop_that_reads_no_value_stops_at_the_next_call_once_it_has_heard(how):
+    with start(f"{CASES}:steps", 2, {"reads": False, "pause": 0.02, **how}, together=False) as processes:
+        wait_for(processes[1], "step 5")
+        begun = time.monotonic()
+        other, _ = processes.wait(40)
+        assert time.monotonic() - begun < 25
+    assert other.code == 1
+    said = "raised RuntimeError: in the user's loop" if "raises" in how else "has come to the end of its script"
+    assert "ProcessError: pipe.step: all processes do the same calls" in other.errors
+    assert f"Got: process 1 {said}." in other.errors
+    assert other.out.count("step") < 300  # of a pause of 0.02 s each; the heartbeat would come after 100 s
+
+
+@pytest.mark.long
+def test_processes_that_end_at_different_times_after_the_same_calls_end_without_a_word():
+    with start(f"{CASES}:orderly", 2, {"count": 8, "pause": 0.5, "after": 3}, together=False) as processes:
+        ended = processes.wait(60)
+        over = time.time()
+    slow, ahead = (float(each.out.split("end")[1]) for each in ended)
+    assert [each.code for each in ended] == [0, 0]
+    assert not any("jaxpp" in each.errors for each in ended)
+    assert slow - ahead > 3
+    assert over - slow < 5
+
+
+@pytest.mark.long
+def test_a_process_that_ends_after_an_interrupt_that_its_script_has_caught_is_a_failed_one():
+    with start(f"{CASES}:interrupted", 2, together=False) as processes:
+        wait_for(processes[1], "good night")
+        begun = time.monotonic()
+        other, gone = processes.wait(40)
+        assert time.monotonic() - begun < 25
+    assert gone.code == other.code == 1
+    assert "process 1 has come to the end of its script after pipe.step was broken off by KeyboardInterrupt" in other.errors
+
+
 @pytest.mark.slow
 def test_a_process_that_has_broken_off_a_step_makes_no_other():
     with start(f"{CASES}:broken_off", 2, together=False) as processes:
@@ -325,7 +411,7 @@ def test_a_process_that_has_broken_off_a_step_makes_no_other():
     assert "caught" in failed.out
     assert failed.code == other.code == 1
     assert "ProcessError: pipe.step: a process that was interrupted" in failed.errors
-    assert "Got: pipe.step was broken off here by " in failed.errors
+    assert "Got: pipe.step was broken off by " in failed.errors
     assert "jaxpp: process 1 raised ProcessError: pipe.step" in other.errors
 
 

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp.errors import BankError
+from jaxpp.errors import ArgumentError, BankError
 from jaxpp.tasks import host_store
 from jaxpp.tasks.bank import insert
 
@@ -544,3 +544,18 @@ def test_the_table_says_what_is_where_and_what_moved(bank):
 def test_the_earlier_name_of_shapes_is_refused_with_the_new_one(bank):
     with pytest.raises(BankError, match=r"Fix: bank\.shapes\('dog'\)"):
         bank.layout("dog")
+
+
+@pytest.mark.parametrize(
+    ("init", "keys", "got"),
+    [
+        (3, {"a": jax.random.key(0)}, "Got: 3."),
+        (lambda key: {"w": jnp.zeros(3)}, [jax.random.key(0)], "Got: [Array"),
+        (lambda key: {"w": jnp.zeros(3)}, {"a": 3}, "Got: int 3."),
+        (lambda key: {"w": jnp.zeros(3)}, {"a": jnp.ones(3)}, "Got: f32[3]."),
+    ],
+)
+def test_sets_are_made_by_a_function_from_keys(init, keys, got):
+    with pytest.raises(ArgumentError) as caught:
+        jaxpp.Bank.make(init, keys, ADAMW)
+    assert got in str(caught.value), str(caught.value)

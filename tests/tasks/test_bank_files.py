@@ -2,9 +2,11 @@
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import pathlib
+import re
 import resource
 import shutil
 import signal
@@ -410,6 +412,64 @@ def test_a_damaged_manifest_is_refused_and_the_bank_is_as_before(junk, tmp_path)
             bank.restore(tmp_path, wrong)
             continue
         assert len(bank) == 0
+
+
+JUNK = [None, True, -1, 2**70, 1e300, "", "leaf", "key<fry>", "V8", "float64", [], {}, [[]], {"a": 1}, [2**40, 0], [0, 2**62]]
+
+
+def places(part, way=()):
+    """The way to each part of a manifest."""
+    yield way
+    for key in part if isinstance(part, dict) else range(len(part)) if isinstance(part, list) else ():
+        yield from places(part[key], (*way, key))
+
+
+def random_damage(manifest, seed):
+    """A manifest of which one place is lost, doubled, replaced, put elsewhere or nested, or whose text has other bits or an end."""
+    rng, text = np.random.default_rng(seed), bytearray(json.dumps(manifest).encode())
+    how = rng.choice(["lost", "doubled", "junk", "elsewhere", "nested", "bits", "bits", "end"])
+    if how in ("bits", "end"):
+        for _ in range(1000):  # until the text is JSON again, for what is none never comes to a bank
+            with contextlib.suppress(ValueError):
+                text[rng.integers(len(text))] ^= 1 << rng.integers(8)
+                return json.loads(text if how == "bits" else text[: rng.integers(len(text))] + b"]" * rng.integers(5) + b"}")
+            text = bytearray(json.dumps(manifest).encode())
+        return None
+    wrong = json.loads(text)
+    ways = [way for way in places(wrong) if way]
+    *way, last = ways[rng.integers(len(ways))]
+    node = functools.reduce(lambda part, key: part[key], way, wrong)
+    if how == "lost":
+        del node[last]
+    elif how == "doubled" and isinstance(node, list):
+        node.append(node[last])
+    elif how == "elsewhere":
+        node[last] = functools.reduce(lambda part, key: part[key], ways[rng.integers(len(ways))], json.loads(text))
+    elif how == "nested":
+        for _ in range(rng.choice([1, 50, 300, 450, 900, 50_000])):
+            node[last] = rng.choice(["list", "tuple"]).item(), [node[last]]
+    else:
+        node[last] = JUNK[rng.integers(len(JUNK))]
+    return wrong
+
+
+@pytest.mark.parametrize("start", [0, *(pytest.param(k, marks=pytest.mark.long) for k in (20, 320, 620, 920))])
+def test_random_damage_of_a_manifest_is_one_clear_error_and_the_bank_is_as_before(start, tmp_path):
+    dog = {"a": (np.ones(4, "f"), [np.ones(1, "f")])}
+    trees = {"cat": {"w": np.ones((2, 3), "f"), "none": np.zeros((0, 2), "f")}, ("dog", 1): dog}
+    manifest, refused, changed = jaxpp.Bank(trees, SGD).save(tmp_path), list[str](), list[int]()
+    for seed in range(start, start + (300 if start else 20)):
+        bank = jaxpp.Bank({name: trees[name] for name in list(trees)[: seed % 3]}, SGD)
+        before = bits(bank)
+        try:
+            bank.restore(tmp_path, random_damage(manifest, seed))
+        except BankError as error:
+            refused.append(str(error))
+            changed += [seed] * (bits(bank) != before)
+    assert not changed
+    assert len(refused) > 10
+    for message in refused:
+        assert re.fullmatch(rf"bank\.restore\('{tmp_path}', \.\.\.\): .*\.\n  Got: .*\.\n  Fix: .*\.", message, re.DOTALL), message
 
 
 def test_a_manifest_that_is_nested_too_deeply_is_refused(tmp_path):

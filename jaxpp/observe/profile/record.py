@@ -22,12 +22,12 @@ from typing import Any, NamedTuple, cast
 import jax
 
 from jaxpp.engine.engine import Engine
-from jaxpp.errors import ArgumentError
+from jaxpp.errors import ArgumentError, shown
 from jaxpp.observe.memory.ledger import Ledger, Sample, homes_of, sample_step
 from jaxpp.observe.memory.liveness import Life, Liveness, step_liveness
 from jaxpp.observe.profile.profile import Clock, Profile, RingPass
 from jaxpp.observe.profile.spans import Span, Stamp, beginning, durations_of, isolated_spans, traced_spans, watched_spans
-from jaxpp.observe.profile.trace import STEP, Run, TraceError, matched, read_runs
+from jaxpp.observe.profile.trace import STEP, DamagedTraceError, Run, TraceError, matched, read_runs
 from jaxpp.plan.builder import CALLER, Name
 from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.plan.step import Leaves
@@ -39,7 +39,7 @@ from jaxpp.runtime.processes.channel import Alignment, align_clocks, texts_of_al
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.validate import is_count
+from jaxpp.schedule.validate import check_counts
 from jaxpp.stages.program import Role
 from jaxpp.types import Array, Batch, Device, Key, Leaf, Tree
 
@@ -351,9 +351,7 @@ def _run(work: Work, observer: Stamps | Watch | None = None, *, watched: bool = 
 
 def check_profile(clock: str | None, where: str = "pipe.profile", **counts: int) -> None:
     """Refuse a count below 1, or an unknown clock."""
-    for name, count in counts.items():
-        if not is_count(count, least=1):
-            raise ArgumentError(where, f"{name} is a whole number of at least 1", f"{name}={count!r}", "pass 3")
+    check_counts(where, counts, ArgumentError)
     if clock not in (None, "trace", "isolated"):
         rule = 'the times are those of the trace ("trace"), or of each program alone ("isolated")'
         raise ArgumentError(where, rule, f"clock={clock!r}", 'pass clock="trace", or leave it out')
@@ -538,20 +536,27 @@ def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key
         key: of the traced steps, or its shape.
 
     Raises:
-        ArgumentError: there is no trace, or it does not hold whole steps of such a pipeline and nothing else of it.
+        ArgumentError: there is no trace, its file is damaged, or it does not hold whole steps of such a pipeline and nothing else
+            of it.
 
     Example:
         In ``with jax.profiler.trace("out"):`` call ``state, metrics = pipe.step(state, batch)`` some times, and
         ``jax.block_until_ready((state, metrics.grad_norm))``; then ``jaxpp.observe.from_trace("out", pipe, batch).figure()``.
     """
-    where, engine = "jaxpp.observe.from_trace", pipe.engine
+    where, fix = "jaxpp.observe.from_trace", "call from_trace(folder, pipe, batch)"
+    if not isinstance(folder, (str, os.PathLike)):
+        raise ArgumentError(where, "it reads what jax.profiler.trace(folder) has written", shown(folder), fix)
+    if not isinstance(getattr(pipe, "engine", None), Engine):
+        raise ArgumentError(where, "the trace is one of a pipeline, given after its init or forecast", shown(pipe), fix)
+    engine = pipe.engine
     plan, lowered = engine.plan("update", batch, key)
     try:
         runs = read_runs(Path(folder))
         found = matched(plan, runs, max(1, len(runs.steps)))
-    except FileNotFoundError as error:
-        rule = "it reads what jax.profiler.trace(folder) has written"
-        raise ArgumentError(where, rule, str(error), "pass the folder that you gave to jax.profiler.trace") from None
+    except (FileNotFoundError, DamagedTraceError) as error:
+        rule, is_missing = "it reads what jax.profiler.trace(folder) has written", isinstance(error, FileNotFoundError)
+        fix = "pass the folder that you gave to jax.profiler.trace" if is_missing else "take the trace again, or copy it again"
+        raise ArgumentError(where, rule, str(error), fix) from None
     except TraceError as error:
         rule = "the trace has whole steps of a pipeline like this one, with this batch's shapes"
         fix = "call jax.block_until_ready((state, metrics.grad_norm)) before the trace begins, and before it ends"
@@ -562,5 +567,5 @@ def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key
     lengths = [max(span.end for span in spans) for spans in steps]
     median = sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]
     spans = steps[median], isolated_spans(plan, alone, schedule)
-    ledger, shown = Ledger(step_liveness(engine, lowered), (), {}), engine.placement.ranks_shown
-    return Profile(schedule, shown, *spans, "trace", tuple(lengths), 1.0, ledger, offloaded=engine.options.offloaded)
+    ledger, ranks = Ledger(step_liveness(engine, lowered), (), {}), engine.placement.ranks_shown
+    return Profile(schedule, ranks, *spans, "trace", tuple(lengths), 1.0, ledger, offloaded=engine.options.offloaded)

@@ -26,6 +26,14 @@ _DEVICE_PLANE = re.compile(r"^/device:[A-Za-z]+:(\d+)")
 _MODULES = "XLA Modules"
 
 
+class TraceError(Exception):
+    """A trace that does not have the runs of a plan. Users never see it: ``Profile.missing`` says the same."""
+
+
+class DamagedTraceError(TraceError):
+    """A trace whose file cannot be read."""
+
+
 class Run(NamedTuple):
     """One run of a compiled program on one device, from its first operation to its last, in seconds on the clock of the trace."""
 
@@ -45,13 +53,22 @@ class Runs(NamedTuple):
 
 
 def read_runs(folder: Path) -> Runs:
-    """The runs in the newest trace of a folder that was given to ``jax.profiler.trace``; FileNotFoundError if there is none."""
+    """The runs in the newest trace of a folder that was given to ``jax.profiler.trace``.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedTraceError: its file is not what the profiler has written.
+    """
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise FileNotFoundError(f"no trace (*.xplane.pb) in {folder}")
     with warnings.catch_warnings():  # JAX 0.11's reader warns of itself, and ends the process if that warning is an error
         warnings.simplefilter("ignore", DeprecationWarning)
-        return _runs_of(ProfileData.from_file(str(files[-1])))
+        try:
+            return _runs_of(ProfileData.from_file(str(files[-1])))
+        except Exception as error:  # whatever JAX's reader says of such a file, or its parts make of ours
+            why = " ".join(str(error).split())[:200]
+            raise DamagedTraceError(f"{files[-1]} cannot be read: {type(error).__name__}: {why}") from error
 
 
 def _runs_of(data: Any) -> Runs:
@@ -95,10 +112,6 @@ def _apart(events: dict[ProgramKey, dict[int, Run]]) -> Iterator[tuple[ProgramKe
         consecutive = itertools.groupby(enumerate(sorted(runs)), key=lambda place: place[1] - place[0])
         for k, (_, group) in enumerate(consecutive):
             yield (device, "", k), {number: runs[number] for _, number in group}
-
-
-class TraceError(Exception):
-    """A trace that does not have the runs of a plan. Users never see it: ``Profile.missing`` says the same."""
 
 
 def matched(plan: Plan, runs: Runs, num_steps: int) -> list[list[Run | None]]:

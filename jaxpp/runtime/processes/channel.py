@@ -3,8 +3,9 @@
 A process whose code, settings or shapes differ sends what nobody waits for. So all processes compare what decides a plan before it
 is compiled: each puts a digest of named texts (where they differ, the texts) into the store that ``jax.distributed`` keeps, or
 sends them. Later calls are only counted. While the main thread waits for a device, another looks into the store once a second: it
-says that the process lives, prints which others have failed, and tells those that wait in vain. As JAX waits at the end of a script
-for all, also after an exception, each process leaves a note there, and after an exception ends within five seconds.
+says that the process lives and how many calls it has made, prints which others have failed or ended too early, and tells those that
+wait in vain. The next call then raises. As JAX waits at the end of a script for all, also after an exception, each process leaves a
+note there; after an exception, and if others have gone on without it, it ends within five seconds.
 """
 
 import atexit
@@ -44,10 +45,30 @@ _LIMIT = 1800.0  # seconds after which it waits no longer
 _REMEMBERED = 10  # calls that are shown if processes did not do the same calls
 _LARGEST = 1 << 16  # letters of a text that goes through the store; a longer one is sent
 _COMPARED = 1 << 21  # letters of a text that are exchanged to be compared; what differs only behind them is not shown
-_FAILED = "raised"  # how the note of a process begins whose script has ended with an exception
+_FAILED = "raised"  # of a process: whose script has ended with an exception
+_ENDED = "has come to the end of its script"
 _ROUNDS = 20  # how often ``align_clocks`` asks each process what time it is
 _RULE = "all processes do the same calls"
-_ALIVE, _LEFT = "jaxpp/alive", "jaxpp/left"  # folders: that a process lives; how its script has ended
+_ALIVE, _LEFT = "jaxpp/alive", "jaxpp/left"  # folders: ``_Alive`` of each process, and ``_Left`` of those whose script has ended
+
+
+class _Alive(NamedTuple):
+    looks: int  # that its thread has taken
+    calls: int
+
+
+class _Left(NamedTuple):
+    calls: int
+    failed: bool
+    how: str
+
+
+def _alive(store: Store) -> dict[int, _Alive]:
+    return {process: _Alive(*json.loads(text)) for process, text in store.folder(_ALIVE).items() if process != store.process}
+
+
+def _left(store: Store) -> dict[int, _Left]:
+    return {process: _Left(*json.loads(text)) for process, text in store.folder(_LEFT).items() if process != store.process}
 
 
 @functools.cache
@@ -62,10 +83,14 @@ class _Channel:
         self.store, self.processes, self.num_exchanges, self.num_calls = store, processes, 0, 0
         self.last, self.digest = collections.deque[str](maxlen=_REMEMBERED), 0  # of the calls on which this process has agreed
         self.broken_off = ""  # which call has sent and received only a part of what the others do, or nothing
+        self._left: Mapping[int, _Left] = {}  # the others whose script has ended, at the last look of the thread
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._look, name="jaxpp channel", daemon=True)
 
     def check(self, where: str) -> None:
+        """Refuse another call if a process cannot take part; one that was ahead may have made it before its script ended."""
+        if gone := {process: left for process, left in self._left.items() if left.failed or left.calls <= self.num_calls}:
+            _check_all_well(where, where, {}, jax.process_index(), gone)
         if self.broken_off:
             rule = "a process that was interrupted while it sent and received does not know any more what belongs together"
             fix = "start the script again in all processes, from the last checkpoint"
@@ -98,7 +123,7 @@ class _Channel:
         folder, me = _folder(self.num_exchanges), self.store.process
         begun, patience = time.monotonic(), _PATIENCE
         while True:
-            left = self.store.folder(_LEFT)  # first, for a process may take part in its last exchange and end
+            left = _left(self.store)  # first, for a process may take part in its last exchange and end
             said = {process: json.loads(text) for process, text in self.store.folder(folder).items()}
             _check_all_well(where, what, said, me, left)
             away = [process for process in self.processes if process not in said]
@@ -115,17 +140,19 @@ class _Channel:
             self.store.wait(f"{folder}/{away[0]}", 0.5)
 
     def _look(self) -> None:
-        store, number, reported = self.store, 0, set[int]()
+        store, looks, reported = self.store, 0, set[int]()
         with contextlib.suppress(Exception):  # the store ends with process 0, and with ``jax.distributed.shutdown``
-            while store is not None and not self._ends.wait(_LOOKS if number else 0):
-                number += 1
-                store.put(f"{_ALIVE}/{store.process}", str(number))
-                for process, how in sorted(store.folder(_LEFT).items()):
-                    if process not in reported and process != store.process and how.startswith(_FAILED):
+            while store is not None and not self._ends.wait(_LOOKS if looks else 0):
+                looks += 1
+                store.put(f"{_ALIVE}/{store.process}", json.dumps(_Alive(looks, self.num_calls)))
+                self._left = _left(store)
+                for process, left in sorted(self._left.items()):
+                    if process not in reported and (left.failed or left.calls < self.num_calls):
                         reported.add(process)
-                        here = f"process {store.process} cannot go on without it"
+                        why = "" if left.failed else f" before the others: process {store.process} has gone on with {self.last[-1]}"
+                        here = f"{'it' if why else f'process {store.process}'} cannot go on without it"
                         ends = "and ends too: by an error, or by JAX when no heartbeats come"
-                        print(f"jaxpp: process {process} {how}; {here}, {ends}", file=sys.stderr, flush=True)
+                        print(f"jaxpp: process {process} {left.how}{why}; {here}, {ends}", file=sys.stderr, flush=True)
                 self._tell_who_waits_in_vain(store)
 
     def _tell_who_waits_in_vain(self, store: Store) -> None:
@@ -145,18 +172,36 @@ class _Channel:
         if self._thread.is_alive():
             self._thread.join(timeout=2)
 
+    def wait_for_calls(self, store: Store) -> list[int]:
+        """At the end of the script, the processes that have made more calls: they wait for this one, in vain.
 
-def _check_all_well(where: str, what: str, said: Mapping[int, Mapping[str, Any]], me: int, left: Mapping[int, str]) -> None:
+        Each of the others has ended too, or its thread has looked twice: the first time it may have been in a call already, and the
+        next call hears that this process has ended.
+        """
+        limit, first = time.monotonic() + _LIMIT, dict[int, _Alive]()
+        while time.monotonic() < limit:
+            left, alive = _left(store), _alive(store)
+            if ahead := {process for process, said in [*alive.items(), *left.items()] if said.calls > self.num_calls}:
+                return sorted(ahead)
+            first = alive | first
+            looked = {process for process, said in alive.items() if said.looks > first[process].looks + 1}
+            if len(looked.union(left)) == len(self.processes) - 1:
+                break
+            time.sleep(0.05)
+        return []
+
+
+def _check_all_well(where: str, what: str, said: Mapping[int, Mapping[str, Any]], me: int, left: Mapping[int, _Left]) -> None:
     errors = {process: str(entry["failed"]) for process, entry in said.items() if "failed" in entry}
     first = {process: error for process, error in errors.items() if not error.startswith(ProcessError.__name__)}
-    gone = {process: how for process, how in left.items() if process not in said}
+    gone = {process: one.how for process, one in left.items() if process not in said}
     passed = {process: f"went on with {entry['passed']}" for process, entry in said.items() if "passed" in entry}
     if len({entry["compares"] for entry in said.values() if "compares" in entry}) > 1:
         passed |= {process: f"is in {entry['what']}" for process, entry in said.items() if "compares" in entry and process != me}
     if not errors and not gone and not passed:
         return
     fix = "give every process the same batches, as many and of the same shapes, and let all make the same calls"
-    if errors or any(how.startswith(_FAILED) for how in gone.values()):
+    if errors or any(left[process].failed for process in gone):
         fix = "mend that error, whose traceback is in the log of its process"
     got = [f"process {process} {_FAILED} {error}" for process, error in (first or errors).items()]
     got += [f"process {process} {how}" for process, how in (gone | passed).items()]
@@ -178,24 +223,38 @@ def _in_one_line(error: BaseException) -> str:
 def _leave() -> None:
     """Tell the others that this process ends; after an exception, do not wait for them for long."""
     error = getattr(sys, "last_value", None)  # Python has printed its traceback
+    channel = _channel() if _channel.cache_info().currsize else None
+    failed = error is not None
     with contextlib.suppress(Exception):  # the store ends with process 0
         if (store := shared_store()) is not None:
-            how = "has come to the end of its script" if error is None else f"{_FAILED} {_in_one_line(error)}"
-            store.put(f"{_LEFT}/{store.process}", how)
-            if error is not None:
-                _say_who_is_lost(store)
-    if _channel.cache_info().currsize:
-        _channel().stop()
-    if error is not None and jax.distributed.is_initialized() and not is_known_alone():
+            failed = _say_how(store, channel, error)
+    if channel is not None:
+        channel.stop()
+    if failed and jax.distributed.is_initialized() and not is_known_alone():
         sys.stdout.flush()
         sys.stderr.flush()
         with open(os.devnull, "w") as nowhere:  # a thread cannot be started any more; this timer is none of Python's
             faulthandler.dump_traceback_later(_GRACE, exit=True, file=os.fdopen(os.dup(nowhere.fileno()), "w"))
 
 
-def _say_who_is_lost(store: Store) -> None:
+def _say_how(store: Store, channel: _Channel | None, error: BaseException | None) -> bool:
+    """Leave the note, and return whether the script has ended as it should not: by an exception, or while others go on."""
+    broken_off = channel.broken_off if channel is not None and error is None else ""
+    how = f"{_FAILED} {_in_one_line(error)}" if error is not None else f"{_ENDED} after {broken_off}" if broken_off else _ENDED
+    failed, why = how != _ENDED, "failed" if error is not None else how
+    store.put(f"{_LEFT}/{store.process}", json.dumps(_Left(channel.num_calls if channel else 0, failed, how)))
+    if channel is not None and channel.store is not None and not failed:
+        channel.stop()
+        if ahead := channel.wait_for_calls(channel.store):
+            failed, why = True, f"{how} before {listed(ahead)}, which {'has' if len(ahead) == 1 else 'have'} gone on"
+    if failed:
+        _say_who_is_lost(store, why)
+    return failed
+
+
+def _say_who_is_lost(store: Store, why: str) -> None:
     ends = f"it ends within {_GRACE} seconds, also if the others have not ended by then"
-    print(f"jaxpp: process {store.process} failed; {ends}", file=sys.stderr, flush=True)
+    print(f"jaxpp: process {store.process} {why}; {ends}", file=sys.stderr, flush=True)
     said = store.folder(_ALIVE)
     asked = {*said} - {store.process, *store.folder(_LEFT)}
     limit = time.monotonic() + _LIVES
@@ -278,7 +337,7 @@ def transfers(where: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _channel().broken_off = f"{where} was broken off here by {_in_one_line(error)}"
+        _channel().broken_off = f"{where} was broken off by {_in_one_line(error)}"
         raise
 
 
