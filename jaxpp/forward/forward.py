@@ -275,10 +275,11 @@ class Forward:
             fn: ``fn(params, carry, tokens) -> (new_carry, logits)``, with a bank ``fn(params, task_params, carry, tokens)``; tokens
                 are int32 ``[1, length]``, logits ``[1, length, vocab]``, or ``[1, vocab]`` of the last position.
             carry: of one sequence that has had no token, such as a Flax model's empty cache for a batch of one; or its shapes.
-            prompts: any iterable of token sequences, of any lengths of at least 1; read no further ahead than there are places.
+            prompts: any iterable of token sequences, of any lengths of at least 1; read no further ahead than there are places. Of
+                equal prompts one after another in a list, ``[prompt] * 8`` for eight samples, all but the last token is run once.
             num_tokens: how many tokens to make for each prompt; or a sequence with a number for each.
             sample: None or ``"greedy"`` for the most likely token; ``jaxpp.Sampling(temperature, top_k, top_p)``; or a function
-                ``(logits [vocab], key) -> token``.
+                ``(logits [vocab], key) -> token``, or of three arguments, the third a ``jaxpp.History``.
             key: for sampling; token q of sequence i, its prompt included, is drawn with
                 ``jax.random.fold_in(jax.random.fold_in(key, i), q)``. Default: ``jax.random.key(0)``.
             stop: a token, or several, that end a sequence; a list among them is tokens that end it one after another. They are

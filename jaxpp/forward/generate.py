@@ -284,17 +284,18 @@ def generation(
             raise ArgumentError(f"{request.where}(..., max_length={limit})", rule, got, fix)
         limit = most if limit is None else limit
     request = request._replace(max_length=limit)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), request.carry)
-    key = jax.ShapeDtypeStruct(request.key.shape, request.key.dtype)
-    foresee = functools.partial(_forecast, request._replace(carry=shapes, key=key))
     size = {"num_groups": request.num_groups, "group_size": request.group_size}
     make = functools.partial(Places, num_tokens=num_tokens, stop=stop, where=request.where, **size)
-    if leaves is None:
-        return Generation(None, make(iter(prompts)), shown=False, foresee=foresee)
     places_of = functools.partial(make, prompts, sizes=sizes, vocab=vocab, max_length=limit)
-    places = places_of()
+    places = make(iter(prompts)) if leaves is None else places_of()
+    num_kept = 1 + places.repeats
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), request.carry)
+    key = jax.ShapeDtypeStruct(request.key.shape, request.key.dtype)
+    foresee = functools.partial(_forecast, request._replace(carry=shapes, key=key), num_kept)
+    if leaves is None:
+        return Generation(None, places, shown=False, foresee=foresee)
     try:
-        ring = Ring(*passes_of(request, Lasting(leaves)), request)
+        ring = Ring(*passes_of(request, Lasting(leaves)), request, num_kept)
     except Exception as error:
         lengths = {leaf.shape[0] for leaf in jax.tree.leaves(request.carry) if leaf.shape}
         if len(lengths) == 1 and (length := lengths.pop()) > 1:
@@ -336,7 +337,7 @@ def one_key(key: Key | None) -> Key:
     return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
 
 
-def _forecast(request: Request, hbm: float | str | None) -> Forecast:
+def _forecast(request: Request, num_kept: int, hbm: float | str | None) -> Forecast:
     """The memory of a generation from shapes alone: what stays is counted once, and one pass at a time comes on top of it."""
     base, num_groups, group_size = request.engine, request.num_groups, request.group_size
     room = room_of(base, base.options.hbm if hbm is None else parse_bytes(hbm))
@@ -349,7 +350,7 @@ def _forecast(request: Request, hbm: float | str | None) -> Forecast:
         waiting = count - (group_size == 1)  # the place of one sequence is empty when the next is prefilled
         kinds = [_PassKind(f"{size} of a prompt", alone, _prompt_aval(size), waiting) for size in sizes]
         kinds.append(_PassKind("a group", together, _group_aval(group_size), count - 1))
-        liveness = _ring_liveness(kinds, alone, together, AHEAD * count)
+        liveness = _ring_liveness(kinds, alone, together, AHEAD * count, num_kept)
         more = [] if base.optimizer is None else optimizer_lives(base, len(liveness.lines) + 1)
         return forecast_of(dataclasses.replace(liveness, lives=(*liveness.lives, *more)), base.placement, room)
 
@@ -384,7 +385,8 @@ class _RingRuns(Work):
 
     def ledger(self) -> Ledger:
         ring = self._ring
-        return Ledger(_ring_liveness(self._kinds(), ring.alone, ring.together, AHEAD * ring.num_groups), (), {})
+        num_unread = AHEAD * ring.num_groups
+        return Ledger(_ring_liveness(self._kinds(), ring.alone, ring.together, num_unread, ring.num_kept), (), {})
 
     def _kinds(self) -> list["_PassKind"]:
         ring, kinds, holding = self._ring, list[_PassKind](), set[int]()
@@ -416,8 +418,11 @@ def _group_aval(group_size: int) -> Aval:
     return jax.ShapeDtypeStruct((group_size, 1, 1) if group_size > 1 else (1, 1), np.int32)
 
 
-def _ring_liveness(kinds: Sequence[_PassKind], alone: Passes, together: Passes, num_unread: int) -> Liveness:
-    """What is alive while passes run one after another, the last of them of a group, and so many have tokens still to be read."""
+def _ring_liveness(kinds: Sequence[_PassKind], alone: Passes, together: Passes, num_unread: int, num_kept: int) -> Liveness:
+    """What is alive while passes run one after another, the last of them of a group, and so many have tokens still to be read.
+
+    Beside the carries of groups, ``num_kept`` are kept: the empty one, and that of a prompt that comes again.
+    """
     parts: list[Liveness] = []
     stay: dict[Hashable, Life] = {}
     by_pass: dict[int, Liveness] = {}
@@ -444,7 +449,7 @@ def _ring_liveness(kinds: Sequence[_PassKind], alone: Passes, together: Passes, 
         parts.append(dataclasses.replace(part, lines=lines, lives=tuple(lives)))
     whole = join_liveness(parts)
     tokens = _tokens(together, together.prepare(kinds[-1].batch), num_unread)
-    lasting = (life._replace(begins=0, ends=len(whole.lines) + 1) for life in (*stay.values(), *_carries(alone, 1), *tokens))
+    lasting = (life._replace(begins=0, ends=len(whole.lines) + 1) for life in (*stay.values(), *_carries(alone, num_kept), *tokens))
     return dataclasses.replace(whole, lives=(*whole.lives, *lasting))
 
 

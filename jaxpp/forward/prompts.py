@@ -5,6 +5,7 @@ The host begins passes before it has read the tokens of earlier ones, and only t
 another prompt at once; one that ends at a stop token or sequence makes room when it is read, and what was begun since is discarded.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class Continuation:
     num_begun: int = 1  # the pass of the last chunk makes the first
     num_read: int = 0
     ended: bool = False
+    again: bool = False  # the prompt before was the same, and all but its last token is there already
+    repeated: bool = False  # so is the prompt behind it
     latest: tuple[int, ...] = ()  # the last of its tokens, as many as the longest stop sequence has
 
     @property
@@ -94,9 +97,16 @@ class Places:
         source = _iterable_of(prompts, where)
         self.num_made = self.num_ended = self._num_spared = 0  # tokens read, prompts whose last token was, tokens not made
         self.num_prompts: int | None = len(source) if isinstance(source, Sized) else None
-        self._waiting = iter(self._checked(source) if isinstance(source, tuple) else source)
+        known = self._checked(source) if isinstance(source, tuple) else []
+        self._repeated = [len(a) > 1 and np.array_equal(a, b) for a, b in itertools.pairwise(known)]
+        self._waiting = iter(known or source)
         self._next, self._source_ended = 0, False
         self._groups: list[list[Continuation | None]] = [[None] * group_size for _ in range(num_groups)]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a prompt follows on the same prompt, so that what is there of the first is kept for the second."""
+        return any(self._repeated)
 
     @property
     def most_tokens(self) -> int | None:
@@ -126,7 +136,13 @@ class Places:
         tokens, wrong = self._tokens_of(number, prompt)
         if wrong:
             raise self._refused([f"prompt {number}: {wrong}"])
-        places[row] = held = Continuation(number, tokens, chunk_lengths(len(tokens), self._sizes), self._num_tokens_of(number))
+        again, repeated = (any(self._repeated[k : k + 1]) for k in (max(number, 1) - 1, number))
+        again = again and number > 0
+        chunks = chunk_lengths(len(tokens), self._sizes)
+        if again or repeated:  # the key of a sequence is needed for its first token, which comes of the last of the prompt
+            chunks = *(() if again else chunk_lengths(len(tokens) - 1, self._sizes)), 1
+        held = Continuation(number, tokens, chunks, self._num_tokens_of(number), again=again, repeated=repeated)
+        places[row] = held
         return row, held
 
     def decode(self, group: int) -> Rows:

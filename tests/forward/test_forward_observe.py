@@ -280,7 +280,7 @@ def test_a_pipeline_profiles_a_function_of_its_parameters_and_its_state_stays():
     profile = pipe.profile(state, case.batch["x"], fn=predict, num_batches=2, num_steps=1)
     assert [len(row) for row in profile.schedule.rows] == [16] and not profile.transfers
     pipe.step(state, case.batch)
-    with pytest.raises(ArgumentError, match="num_batches is a whole number of at least 1"):
+    with pytest.raises(ArgumentError, match=r"counts are whole numbers of at least 1\.\n  Got: num_batches="):
         pipe.profile(pipe.state, case.batch["x"], fn=predict, num_batches=0)
     with pytest.raises(ArgumentError, match="steps follow one another one by one"):
         pipe.profile(pipe.state, case.batch, num_batches=2)

@@ -152,6 +152,26 @@ def test_one_token_for_each_prompt(decoder, forwards, num_prompts, group_size):
 
 
 @pytest.mark.parametrize("group_size", [pytest.param(1, marks=pytest.mark.long), 3])
+def test_samples_of_one_prompt_are_those_of_a_loop_and_the_prompt_is_run_once(decoder, forwards, group_size):
+    forward, params = forwards(2)
+    one, other = prompts_of(17, 6)
+    prompts, key, sample = [one] * 5 + [other] + [other[:1]] * 2 + [one] * 2, jax.random.key(7), jaxpp.Sampling(temperature=1.5)
+    wanted = loop(decoder, prompts, 4, sample, key)
+    assert len({tuple(made.tokens) for made in wanted[:5]}) > 1
+    options = {"sample": sample, "key": key, "chunk": 8, "num_groups": 2, "group_size": group_size}
+    generation, apart = (
+        forward.generate(params, decoder.fn, decoder.carry, each, 4, **options) for each in (prompts, iter(prompts))
+    )
+    check(generation, wanted)
+    check(apart, wanted)
+    spared = 4 * 2 + 1 * 2  # 17 tokens in passes of 8, 8 and 1; the last is run for each
+    assert apart.num_passes - generation.num_passes == spared
+    first, second = (sum(each.forecast().peaks.values()) for each in (generation, apart))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves((decoder.carry, jax.random.key_data(key), np.int32(0))))
+    assert 0 <= first - second - size <= 4  # the position is on both stages
+
+
+@pytest.mark.parametrize("group_size", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_fewer_prompts_than_places(decoder, forwards, group_size):
     forward, params = forwards(4)
     wanted = loop(decoder, PROMPTS[:2], NUM_TOKENS)
