@@ -10,9 +10,9 @@
 # ---
 
 # %% [markdown]
-# # 13. Measured, not guessed
+# # 15. Measured, not guessed
 #
-# Chapter 4 said that more microbatches make the bubble smaller. So why not have as many microbatches as there are examples? Because
+# Chapter 5 said that more microbatches make the bubble smaller. So why not have as many microbatches as there are examples? Because
 # each action also has costs that do not shrink with its microbatch. Somewhere between is a best number, and no formula knows it: it
 # depends on the model, on the devices, and on the process that hands the actions over. This chapter finds it by measuring.
 

@@ -10,7 +10,7 @@
 # ---
 
 # %% [markdown]
-# # 12. One token at a time
+# # 13. One token at a time
 #
 # Eleven chapters trained models. This one uses a model that is trained. There is no backward, so a pipeline seems to have an easy
 # life: examples enter at one end, predictions leave at the other. That is so as long as the examples are there when they are
@@ -36,7 +36,7 @@ jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where
 # %% [markdown]
 # ## A model with a memory
 #
-# The model is the small GPT of chapter 7, with four blocks and one head in each. Its tokens are characters. One thing is new. To
+# The model is the small GPT of chapter 8, with four blocks and one head in each. Its tokens are characters. One thing is new. To
 # compute a token, attention needs two vectors of every token before it, a key and a value. They do not change when more tokens
 # come, so a block can keep them. What it keeps is called the **cache** (also KV cache). A block is given the cache and the
 # positions `at` of the tokens that are new; it writes their keys and values into the cache, and returns it.
@@ -195,7 +195,7 @@ for prompt, written in zip(prompts[:4], plain, strict=False):
 #
 # Each device gets one block, and the block's cache with it. The cache is made on that device, and stays there: it is read and
 # written by this block and by no other. Device 0 also embeds the token, and device 3 chooses the next one. (The embedding is
-# needed by both, so each has a copy.) Chapter 2 sent activations from stage to stage in the same way.
+# needed by both, so each has a copy.) Chapter 3 sent activations from stage to stage in the same way.
 
 # %%
 devices, inner = jax.devices()[:4], params["params"]
@@ -264,7 +264,7 @@ ring.figure()
 # groups and p stages that is so if g is at least p: g passes then take as long as a token needs to come back.
 #
 # The program is short. The host hands over the passes of all groups, turn after turn, and never looks at a token in between. This
-# is the asynchronous dispatch of chapter 4: the devices' queues hold what was handed over, each device takes the next program when
+# is the asynchronous dispatch of chapter 5: the devices' queues hold what was handed over, each device takes the next program when
 # its input is there, and that makes the ring.
 
 # %%
@@ -373,4 +373,4 @@ plt.show()
 # The guide [Predict, stream and generate](../../docs/guide/predict.md) goes on from here, with the caches of Flax models and with
 # models that are not trained in jaxpp.
 #
-# Next: [13. Measured, not guessed](13_measured_not_guessed.ipynb)
+# Next: [15. Measured, not guessed](15_measured_not_guessed.ipynb)

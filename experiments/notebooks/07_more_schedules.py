@@ -10,7 +10,7 @@
 # ---
 
 # %% [markdown]
-# # 6. Interleaving, zero bubble, and a schedule of your own
+# # 7. Interleaving, zero bubble, and a schedule of your own
 #
 # 1F1B solved the problem of memory and left the bubble as it was. This chapter makes the bubble smaller, in two ways: with
 # smaller pieces of the model, and with smaller pieces of the backward. Then you write a schedule yourself.
@@ -68,8 +68,8 @@ loss, grads = jax.value_and_grad(loss_fn)(params, batch)
 # 2104.04473](https://arxiv.org/abs/2104.04473), section 2.2.2).
 #
 # The model goes around twice: stages 0 to 3 are on ranks 0 to 3, and stages 4 to 7 on ranks 0 to 3 again. In the picture, the
-# second stage of each rank is paler and underlined. A stage is now half as large, so a slot of this picture lasts half as long as
-# before. Look at rank 3: it begins after three such slots.
+# second stage of each rank is paler and underlined. A stage is now half as large, so a forward takes half as long as before:
+# a unit of this picture is half a unit of the pictures before. Look at rank 3: it begins after three such units.
 
 # %%
 interleaved = jaxpp.schedule.make("interleaved", num_ranks=4, num_microbatches=8)
@@ -98,7 +98,7 @@ for v in (1, 2, 4):
 #
 # ## Smaller pieces of the backward: I and W
 #
-# Chapter 3 said that a backward computes two things. They are not equally urgent.
+# Chapter 4 said that a backward computes two things. They are not equally urgent.
 #
 # - The cotangent of the stage's input. The stage before waits for it. This part is called **I**.
 # - The gradients of the stage's parameters. Nobody needs them before the optimizer runs. This part is called **W**.
@@ -190,7 +190,7 @@ plt.show()
 #
 # A schedule is data, so you can write one. A good reason: links that are slow. Suppose that a transfer takes as long as half a
 # forward. In the steady state of 1F1B, each rank then waits for messages that are still on their way. The remedy is to have more
-# microbatches in flight. We take the rows of chapter 5 and change one thing, the warm-up: twice as many forwards.
+# microbatches in flight. We take the rows of chapter 6 and change one thing, the warm-up: twice as many forwards.
 
 
 # %%
@@ -287,7 +287,7 @@ for schedule, num_stages in (("interleaved", 8), ("zb-h1", 4), (mine, 4)):
 #
 # </details>
 #
-# **3.** The loop of chapter 5 goes around the ranks and runs what can run. What would it do with the rows of `stuck`, and how
+# **3.** The loop of chapter 6 goes around the ranks and runs what can run. What would it do with the rows of `stuck`, and how
 # would you make it say so?
 #
 # <details><summary>Answer</summary>
@@ -298,4 +298,4 @@ for schedule, num_stages in (("interleaved", 8), ("zb-h1", 4), (mine, 4)):
 #
 # </details>
 #
-# Next: [7. Your own model](07_your_own_model.ipynb)
+# Next: [8. Your own model](08_your_own_model.ipynb)
