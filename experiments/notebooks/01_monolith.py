@@ -231,12 +231,12 @@ plt.show()
 #   this **remat**, short for rematerialisation. It makes the blue part smaller, and leaves the three others as they are.
 # - **Several devices with a copy of the model each** (data parallelism). The batch is divided, and every device still needs all
 #   16 bytes for every parameter.
-# - **Divide each array among several devices** (FSDP, tensor parallelism). Every device holds a slice of every layer. The devices
-#   exchange slices or partial results in every layer, so the links between them must be fast.
+# - **Divide each array among several devices** (fully sharded data parallelism, tensor parallelism). Every device holds a slice
+#   of every layer. The devices exchange slices or partial results in every layer, so the links between them must be fast.
 # - **Divide the layers among the devices.** Each device then holds the parameters, the gradients, the optimizer state and the
 #   residuals of its own layers, and nothing of the others. Everything in both figures is divided.
 #
-# The last way is the one that this course follows.
+# The last way is the one that this course follows. Chapter 2 asks when it is the right one.
 #
 # ## Takeaway
 #
@@ -273,4 +273,4 @@ plt.show()
 #
 # </details>
 #
-# Next: [3. Split by hand](03_split_by_hand.ipynb)
+# Next: [2. Do I need a pipeline?](02_do_i_need_a_pipeline.ipynb)

@@ -12,7 +12,7 @@
 # %% [markdown]
 # # 3. Split by hand
 #
-# Chapter 1 ended with the idea to divide the layers among devices. In this chapter we do that by hand, in about fifteen lines of
+# Chapter 1 had the idea to divide the layers among devices. In this chapter we do that by hand, in about fifteen lines of
 # plain JAX. Then we break it in the two ways in which people break it, and watch what happens.
 #
 # First, the problem of chapter 1, with the loss and the gradients of the monolith. Everything that follows must reproduce them.

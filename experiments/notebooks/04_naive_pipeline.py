@@ -211,7 +211,8 @@ print(f"loss {grad_fn(params, batch)[0]:.6f}, the monolith's {loss:.6f}; the gra
 #
 # </details>
 #
-# **2.** In the pebble graph, for how many units of time does stage 1 hold its pebble? Count them, then find a formula for stage s of p.
+# **2.** In the pebble graph, for how many units of time does stage 1 hold its pebble? Count them, then find a formula for stage s
+# of p.
 #
 # <details><summary>Answer</summary>
 #
@@ -220,8 +221,8 @@ print(f"loss {grad_fn(params, batch)[0]:.6f}, the monolith's {loss:.6f}; the gra
 #
 # </details>
 #
-# **3.** Suppose that sending an activation or a cotangent to the next rank takes one unit of time. What happens to the makespan and the
-# bubble for four ranks?
+# **3.** Suppose that sending an activation or a cotangent to the next rank takes one unit of time. What happens to the makespan
+# and the bubble for four ranks?
 #
 # <details><summary>Answer</summary>
 #

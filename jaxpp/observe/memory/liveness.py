@@ -32,7 +32,8 @@ from jaxpp.types import Aval, Batch, Device, Tree
 Needs = dict[Hashable, int]  # bytes that programs need while they run, besides their arguments and results
 
 # What bytes on a device are for. Statics: what a step computes from parameters alone (casts), and arrays the loss closed over.
-# Messages: activations and cotangents that were sent and not used yet. Carries: the caches of the sequences of a generation. Outputs: what a function returns; the aux of a loss.
+# Messages: activations and cotangents that were sent and are not used yet. Carries: the caches of the sequences of a generation.
+# Outputs: what a function returns; the aux of a loss.
 MEMORY_KINDS = (
     *("parameters", "statics", "optimizer", "gradients", "residuals", "messages", "batch", "model state", "carries", "outputs"),
     "rest",
