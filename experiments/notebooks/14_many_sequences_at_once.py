@@ -121,8 +121,7 @@ for line in (2, 17):
     print(f"the most surprising character after {lines[line][: place + 1]!r}: {lines[line][place + 1]!r}")
 
 # %% [markdown]
-# That is as it should be. Two lines begin with `E`, and two with the same half sentence. Which of them goes on cannot be known
-# there.
+# That is as it should be. Two lines begin with `E`, and two with the same half sentence. Nobody can know which of the two it is.
 
 # %% [markdown]
 # With m microbatches and p stages this takes m + p - 1 forwards of a stage, so the bubble is (p - 1) / (m + p - 1). If there are
