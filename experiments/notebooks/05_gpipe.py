@@ -188,10 +188,10 @@ def backwards(cotangents, pullbacks, order):
 
 
 # %% [markdown]
-# `order` says in which order the backwards are handed out. It is an argument, because it is worth a look. Some descriptions of
-# pipelines say that the backward of microbatch k depends on the backward of microbatch k + 1, since GPipe is often drawn with the
-# last microbatch first. That is only an order that one may choose. The backward of a microbatch needs its own residuals, and the
-# cotangent of the same microbatch from the stage behind it. Let us ask jaxpp what `1B3` waits for, and then try three orders.
+# `order` says in which order the backwards are handed out. It is an argument, because it is worth a look. GPipe is often drawn
+# with the backward of the last microbatch first. That is only an order that one may choose. The backward of a microbatch needs
+# its own residuals, and the cotangent of the same microbatch from the stage behind it. Let us ask jaxpp what `1B3` waits for, and
+# then try three orders.
 
 # %%
 actions = frozenset(gpipe.order)  # which actions there are: other schedules have I and W (chapter 7) in place of B
@@ -218,7 +218,7 @@ for order in ([0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 6, 1, 7
 gpipe.pebble_figure()
 
 # %% [markdown]
-# What does that mean in bytes? It depends on what you hold fixed, and the two cases are often confused.
+# What does that mean in bytes? It depends on what you hold fixed.
 #
 # - **The batch is fixed**, and is split into more microbatches. Each pebble becomes smaller. All of them together weigh what the
 #   residuals of the whole batch weigh: GPipe costs no more memory than the naive pipeline, and saves none.

@@ -235,9 +235,9 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# ## Two cases that break many loops
+# ## Two cases that break such a loop
 #
-# Loops like ours are on many blogs, and in many notes. Before you use one, try it on two cases.
+# Before you use a loop like ours, try it on two cases.
 #
 # **Fewer microbatches than stages.** The warm-up of rank 0 has three forwards. With two microbatches there is no third. Without
 # the `min` in `make_row`, the row would ask for a microbatch that does not exist, and the loop would wait for it forever.

@@ -330,8 +330,8 @@ for schedule, num_stages in (("interleaved", 8), ("zb-h1", 4), (mine, 4)):
 # ## Takeaway
 #
 # Interleaving divides the idle time by the number of stages on each rank, and multiplies the transfers. Splitting B into I and
-# W lets the weight gradients fill what is left of the bubble. A schedule is data: write one, let it be checked and simulated,
-# and run it; the result stays the same.
+# W lets the weight gradients fill what is left of the bubble. In a V, all ranks hold equally much, and the faster a microbatch
+# passes, the less that is. A schedule is data: write one, let it be checked and simulated, and run it; the result stays the same.
 #
 # ## Questions
 #

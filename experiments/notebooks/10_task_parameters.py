@@ -155,7 +155,7 @@ print("Theta, both heads and their optimizer states are those of plain JAX.")
 # %% [markdown]
 # ## A task that is not used does not change
 #
-# This sounds obvious, but the usual way to write many heads breaks it. If all heads are stacked into one array, and the loss picks
+# This sounds obvious, but a common way to write many heads breaks it. If all heads are stacked into one array, and the loss picks
 # row t, then the gradients of the other rows are zero. Adam updates a row with a zero gradient all the same: its running mean still
 # remembers earlier steps. Below, one step for task `"0-1"` is followed by one step for task `"0-2"`. How far does the head of
 # `"0-1"` move in each of them?
