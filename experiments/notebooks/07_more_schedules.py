@@ -160,10 +160,10 @@ zb_v.figure()
 # microbatches in flight on it. **To hold less, let each microbatch pass faster.** That is the idea of two more schedules (Qi et
 # al., [arXiv 2405.15362](https://arxiv.org/abs/2405.15362)). Each fixes the way of one microbatch, and repeats it every six units.
 #
-# - `v-min` lets a microbatch move on after every unit, without a pause: it is as fast as can be, and holds about a third of what
-#   the first rank of 1F1B holds.
-# - `v-half` lets it take two units for each stage on the way down, and one on the way up, in the forward and in the backward. It
-#   holds about a half.
+# - `v-min` lets a microbatch move on after every unit, without a pause: it is as fast as can be. With many ranks it holds about a
+#   third of what the first rank of 1F1B holds.
+# - `v-half` lets it take two units for each stage on the way down, and one on the way up, in the forward and in the backward. With
+#   many ranks it holds about a half.
 #
 # (`zb-v` lets each microbatch take its time, and holds as much as 1F1B.) In the figure, follow one microbatch from the middle of a
 # step through the ranks. Its forward goes down the V and up again, in blue; then its I does the same, in pink; the W, in yellow,

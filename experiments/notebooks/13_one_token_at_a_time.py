@@ -267,7 +267,7 @@ print(f"a block's cache: {size:,} bytes, which stay; an activation: {WIDTH * 4} 
 # %% [markdown]
 # It writes the same line. But how busy are the devices? While device 2 computes, device 3 waits for its result. Device 1 has
 # nothing to do before the next token comes, and device 0 waits for device 3, which chooses that token. At any time a single device
-# works, as in the naive pipeline of chapter 4. This is its picture: eight tokens, each of which needs the one before.
+# works, as in the naive pipeline of chapter 4. This is its picture. The numbers are tokens, each of which needs the one before.
 
 # %%
 alone = jaxpp.schedule.ring(num_ranks=4, num_groups=1, num_turns=8)

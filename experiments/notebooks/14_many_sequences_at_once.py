@@ -155,8 +155,10 @@ for num_texts in (1, 2, 4):
 ring.figure()
 
 # %% [markdown]
-# The picture is the ring with four texts, which are numbered 0 to 3. Follow the 0: it goes down the four stages, and appears in the
-# first row again at once. Between its first and its last action no stage waits. With p stages this takes p texts.
+# The picture is the ring with four texts. Each text has a colour. (The legend says "group", since a place in the ring may hold a
+# group of texts, which go through the stages together.) The numbers count the rounds, which are called turns. Follow the blue 0: it
+# goes down the four stages, and at once the blue 1 begins in the first row. Between its first and its last action no stage waits.
+# With p stages this takes p texts.
 #
 # ## The ring by hand
 #
