@@ -38,7 +38,7 @@ jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where
 # ## A small real problem
 #
 # One problem runs through the whole course: the handwritten digits of scikit-learn, each of 8 x 8 pixels, and a multilayer
-# perceptron of 8 layers that tells which digit it sees. The arguments `first` and `last` run only a part of the layers. Chapter 2
+# perceptron of 8 layers that tells which digit it sees. The arguments `first` and `last` run only a part of the layers. Chapter 3
 # will need them; until then, all 8 layers run.
 
 
@@ -144,7 +144,7 @@ for kind, count in kinds.most_common(4):
 # layer's output, which is the input of the next layer. For the derivative of `relu`, it keeps a mask that says which outputs
 # were positive, and an array of zeros for the outputs that were not. (If forward and backward were compiled as one function,
 # the compiler would not store these zeros.) Then come the weights of the layers 1 to 7, through which the gradients travel
-# backward. This cell ran uncompiled and made copies of them, 389 KiB in all. (In chapter 2, the functions are compiled, and a
+# backward. This cell ran uncompiled and made copies of them, 389 KiB in all. (In chapter 3, the functions are compiled, and a
 # pullback refers to the parameters themselves.)
 #
 # ## Is that what the device really holds?
@@ -231,12 +231,12 @@ plt.show()
 #   this **remat**, short for rematerialisation. It makes the blue part smaller, and leaves the three others as they are.
 # - **Several devices with a copy of the model each** (data parallelism). The batch is divided, and every device still needs all
 #   16 bytes for every parameter.
-# - **Divide each array among several devices** (FSDP, tensor parallelism). Every device holds a slice of every layer. The devices
-#   exchange slices or partial results in every layer, so the links between them must be fast.
+# - **Divide each array among several devices** (fully sharded data parallelism, tensor parallelism). Every device holds a slice
+#   of every layer. The devices exchange slices or partial results in every layer, so the links between them must be fast.
 # - **Divide the layers among the devices.** Each device then holds the parameters, the gradients, the optimizer state and the
 #   residuals of its own layers, and nothing of the others. Everything in both figures is divided.
 #
-# The last way is the one that this course follows.
+# The last way is the one that this course follows. Chapter 2 asks when it is the right one.
 #
 # ## Takeaway
 #
@@ -273,4 +273,4 @@ plt.show()
 #
 # </details>
 #
-# Next: [2. Split by hand](02_split_by_hand.ipynb)
+# Next: [2. Do I need a pipeline?](02_do_i_need_a_pipeline.ipynb)

@@ -59,7 +59,7 @@ params = jax.jit(Blocks().init)(jax.random.key(0), batch["x"])
 # ## Dividing the examples: data
 #
 # In **data parallelism** each device has a copy of the model, a **replica**, and computes the gradient of its part of the examples.
-# The mean of these gradients is the gradient of the whole batch. Chapter 4 used the same fact for microbatches.
+# The mean of these gradients is the gradient of the whole batch. Chapter 5 used the same fact for microbatches.
 #
 # Computing a sum over several devices, so that all of them have it in the end, is called an **all-reduce**. It is one of the
 # **collectives**: operations in which all devices of a group take part. Data parallelism needs one all-reduce of all gradients per
@@ -279,4 +279,4 @@ plt.show()
 #
 # </details>
 #
-# Next: [10. Reading a profile](10_reading_a_profile.ipynb)
+# Next: [10. theta[t] on the host](10_task_parameters.ipynb)

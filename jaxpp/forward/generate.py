@@ -140,8 +140,8 @@ class Generation(Iterator[Token]):
             hbm: as for ``Pipeline.forecast``.
 
         Returns:
-            the forecast: what each stage holds at its device's peak: parameters, what is computed from them alone, carries, values
-            in flight, tokens, temporaries of the compiled programs, and the optimizer's state, which stays where it is.
+            the forecast: what each stage holds at its device's peak: parameters, what is computed from them alone, carries,
+            messages, tokens, temporaries of the compiled programs, and the optimizer's state, which stays where it is.
 
         Raises:
             JaxppError: as ``generate``; and for an ``hbm`` that is no size.

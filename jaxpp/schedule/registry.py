@@ -293,13 +293,15 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
         rank 0   0F0 0F1 0F2     3F0 3I0 3W0 3F1 0F3 3B1     3F2 0B0     3B2 ...
         rank 1       1F0 2F0 1F1 2F1 2I0 2W0 2F2 1F2 2B0 ...
 
-    DeepSeek's schedule for overlapping all-to-all with compute: in its main part each forward stands beside a backward of the
-    rank's other stage. Here the two run one after the other; on a GPU their kernels may still overlap with each other's transfers.
+    DualPipe, DeepSeek's schedule for overlapping all-to-all with compute, cut in half and folded into a V by Sea AI Lab: in its
+    main part each forward stands beside a backward of the rank's other stage. Here the two run one after the other; on a GPU their
+    kernels may still overlap with each other's transfers.
 
-    With F = I = W = 1 a stage, makespan 6 m + p - 1, the bubble of zb-v (the paper's bound, (p - 1) (F&B + B - 3 W), gives twice
-    that); residuals of 2 p + 1 stages, half a microbatch more than 1f1b. Needs at least as many microbatches as stages (2 p). The
-    order is PyTorch's ``ScheduleDualPipeV``, its overlapped pairs written F, then B. Some backwards are split and some are not, so
-    the last bits of gradients are neither 1f1b's nor zb-h1's. Reference: DeepSeek-V3, arXiv:2412.19437.
+    With F = I = W = 1 a stage, makespan 6 m + p - 1, the bubble of zb-v (the formula in DeepSeek's repository,
+    (p - 1) (F&B + B - 3 W), gives twice that); residuals of 2 p + 1 stages, half a microbatch more than 1f1b. Needs at least as
+    many microbatches as stages (2 p). The order is PyTorch's ``ScheduleDualPipeV``, its overlapped pairs written F, then B. Some
+    backwards are split and some are not, so the last bits of gradients are neither 1f1b's nor zb-h1's. References: DualPipe could
+    be better without the Dual, https://huggingface.co/blog/ufotalent/cut-in-half; DualPipe: DeepSeek-V3, arXiv:2412.19437.
     """
     rows = []
     for rank in range(num_ranks):

@@ -84,7 +84,7 @@ class ByPolicy(RematPolicy):
             raise
         if not isinstance(keep, (bool, np.bool_)):
             rule = "a policy says for each operation whether its result is kept (True) or recomputed (False)"
-            fix = "pass a policy that does not offload, such as jax.checkpoint_policies.dots_saveable"
+            fix = 'pass a policy that does not offload, such as jax.checkpoint_policies.dots_saveable; remat="offload" offloads'
             raise ArgumentError("remat", rule, f"{type(keep).__name__} for {eqn.primitive.name}", fix)
         return bool(keep)
 

@@ -32,9 +32,10 @@ from jaxpp.types import Aval, Batch, Device, Tree
 Needs = dict[Hashable, int]  # bytes that programs need while they run, besides their arguments and results
 
 # What bytes on a device are for. Statics: what a step computes from parameters alone (casts), and arrays the loss closed over.
-# Carries: the caches of the sequences of a generation. Outputs: what a function returns; the aux of a loss.
+# Messages: activations and cotangents that were sent and are not used yet. Carries: the caches of the sequences of a generation.
+# Outputs: what a function returns; the aux of a loss.
 MEMORY_KINDS = (
-    *("parameters", "statics", "optimizer", "gradients", "residuals", "in flight", "batch", "model state", "carries", "outputs"),
+    *("parameters", "statics", "optimizer", "gradients", "residuals", "messages", "batch", "model state", "carries", "outputs"),
     "rest",
 )
 
@@ -44,7 +45,7 @@ _ROLES = {
     "optimizer": (Role.OPT, Role.LOSS_SCALE),
     "gradients": (Role.GRAD,),
     "residuals": (Role.RESIDUAL, Role.FETCHED),
-    "in flight": (Role.ACTIVATION, Role.COTANGENT),
+    "messages": (Role.ACTIVATION, Role.COTANGENT),
     "batch": (Role.BATCH, Role.KEY, Role.SCALE),
     "model state": (Role.STATE,),
     "outputs": (Role.ROWS, Role.AUX),
@@ -240,7 +241,7 @@ def _result_bytes(bound: Bound, line: BoundLine, job: PlacedProgram) -> list[int
 
 
 def memory_kind(name: Name) -> str:
-    """What a value is for. An activation is in flight until the stage that holds it has run; from then on it is a residual."""
+    """What a value is for. An activation is a message until the stage that holds it has run; from then on it is a residual."""
     return _KIND_OF.get(name.ref.role, "rest")
 
 

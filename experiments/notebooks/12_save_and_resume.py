@@ -10,7 +10,7 @@
 # ---
 
 # %% [markdown]
-# # 11. Save, resume, re-cut
+# # 12. Save, resume, re-cut
 #
 # A training run takes days, and no process lives as long as one would like. The machine is needed by somebody else, somebody
 # presses Ctrl-C, the power fails. Then the run continues somewhere else, perhaps with half as many devices. In this chapter a run
@@ -200,7 +200,7 @@ for num_stages, options in {2: {}, 3: {"schedule": "gpipe"}}.items():
     np.testing.assert_allclose(by_stages[num_stages], losses[40:], rtol=1e-4)
 
 # %% [markdown]
-# And with no pipeline at all. A step of plain JAX is the loop of chapter 4: the gradients of the four microbatches are averaged.
+# And with no pipeline at all. A step of plain JAX is the loop of chapter 5: the gradients of the four microbatches are averaged.
 # Microbatch i gets the key `jax.random.fold_in(key, i)`, in a pipeline too. The tree to restore to is a fresh state of plain Flax
 # and optax, on one device.
 
@@ -312,6 +312,6 @@ assert_same_bits(again.state, wanted)
 # </details>
 #
 # Two recipes continue this chapter: [Save and resume](../../docs/how-to/save_and_resume.py), a loop that resumes by itself and
-# survives a full disk, and [Save a bank](../../docs/how-to/save_a_bank.py), for the parameters of tasks of chapter 8.
+# survives a full disk, and [Save a bank](../../docs/how-to/save_a_bank.py), for the parameters of tasks of chapter 10.
 #
-# Next: [12. One token at a time](12_one_token_at_a_time.ipynb)
+# Next: [13. One token at a time](13_one_token_at_a_time.ipynb)

@@ -10,9 +10,9 @@
 # ---
 
 # %% [markdown]
-# # 2. Split by hand
+# # 3. Split by hand
 #
-# Chapter 1 ended with the idea to divide the layers among devices. In this chapter we do that by hand, in about fifteen lines of
+# Chapter 1 had the idea to divide the layers among devices. In this chapter we do that by hand, in about fifteen lines of
 # plain JAX. Then we break it in the two ways in which people break it, and watch what happens.
 #
 # First, the problem of chapter 1, with the loss and the gradients of the monolith. Everything that follows must reproduce them.
@@ -186,9 +186,10 @@ plt.show()
 # %% [markdown]
 # ## What `requires_grad` means in JAX
 #
-# In PyTorch, a tensor has a flag `requires_grad`, and operations on flagged tensors are recorded. When a stage receives an
-# activation from another device, the received tensor is new and has no flag. If nobody sets the flag, no gradient flows back
-# through it.
+# In PyTorch, a tensor has a flag `requires_grad`, and operations on flagged tensors are recorded. A move to another device,
+# `tensor.to(device)`, is recorded like any other operation, as long as one process owns both devices. But PyTorch's pipelines
+# usually run each stage in a process of its own. A tensor that arrives from another process is new: it has no flag and no record.
+# If nobody sets the flag, the stage computes no gradient for the activation, and has nothing to send back.
 #
 # JAX has no flag and no recording. **What you pass as an argument to the differentiated function is differentiated; everything
 # else is a constant.** So the same mistake looks like this in JAX: the pullback is taken with respect to the parameters alone.
@@ -227,7 +228,7 @@ for name in sorted(params):
 # %% [markdown]
 # What does training look like with this mistake? Let us train the model twice for 30 steps. This time jaxpp, the library that
 # chapter 1 introduced, runs the stages: it cuts `loss_fn` into four stages by itself and does what we did by hand above.
-# (Chapter 4 is about `num_microbatches`.) Its option `cut_gradient=[1]` puts the same `stop_gradient` behind stage 1, to show
+# (Chapter 5 is about `num_microbatches`.) Its option `cut_gradient=[1]` puts the same `stop_gradient` behind stage 1, to show
 # what happens.
 
 
@@ -271,8 +272,10 @@ plt.show()
 # %% [markdown]
 # ## Keep a reference and watch memory grow
 #
-# The other classic mistake is to keep something alive by accident. In PyTorch, `losses.append(loss)` keeps the whole recorded
-# graph of every step, with all its residuals. That is why people write `loss.detach()` there.
+# The other classic mistake is to keep something alive by accident. In PyTorch, a loss refers to the recorded graph of its step.
+# `loss.backward()` frees the residuals in this graph. A loss for which nobody calls `backward()`, such as one that is computed
+# only to be printed, keeps all of them, so `losses.append(loss)` keeps the residuals of every step. That is why people write
+# `loss.detach()` there, or compute such losses under `torch.no_grad()`.
 #
 # A JAX array records nothing, so a list of losses costs a few bytes. What holds the residuals is the *pullback*. Whoever keeps
 # pullbacks, or a variable that still refers to one, keeps their memory. Let us do six forward passes twice, and keep the losses
@@ -300,8 +303,8 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Keep this picture in mind. A pipeline *has* to keep pullbacks for a while, from a forward pass to its backward pass. Chapters 4
-# and 5 are about how many, and for how long.
+# Keep this picture in mind. A pipeline *has* to keep pullbacks for a while, from a forward pass to its backward pass. Chapters 5
+# and 6 are about how many, and for how long.
 #
 # ## Takeaway
 #
@@ -334,9 +337,9 @@ plt.show()
 # <details><summary>Answer</summary>
 #
 # No. Stage 1 waits for the activation of stage 0, stage 2 for stage 1, and so on, and backward again. At any time a single device
-# works. So far we have divided the memory and not the time. How bad this is, and what can be done about it, is what chapter 3
+# works. So far we have divided the memory and not the time. How bad this is, and what can be done about it, is what chapter 4
 # begins with.
 #
 # </details>
 #
-# Next: [3. The naive pipeline and its bubble](03_naive_pipeline.ipynb)
+# Next: [4. The naive pipeline and its bubble](04_naive_pipeline.ipynb)

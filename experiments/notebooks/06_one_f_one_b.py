@@ -10,9 +10,9 @@
 # ---
 
 # %% [markdown]
-# # 5. 1F1B: the same bubble, less memory
+# # 6. 1F1B: the same bubble, less memory
 #
-# GPipe holds the residuals of every microbatch, because all backwards come after all forwards. Chapter 4 found that nothing
+# GPipe holds the residuals of every microbatch, because all backwards come after all forwards. Chapter 5 found that nothing
 # demands this order. A backward may run as soon as the cotangent of its microbatch is there. **1F1B** uses this freedom: one
 # forward, one backward, in turn (Narayanan et al., [arXiv 2104.04473](https://arxiv.org/abs/2104.04473), section 2.2.1).
 #
@@ -91,9 +91,8 @@ for schedule in (gpipe, one_f_one_b):
 
 # %% [markdown]
 # A microbatch is **in flight** on a stage from the start of its forward to the end of its backward. In 1F1B, stage s of p has
-# at most p - s microbatches in flight. (The legend of chapter 3's figure uses `in flight` for something else, the messages.) In
-# the pebble graph, look at the rows of pebbles. They fill up during the warm-up and then stay at the same height, however long
-# the steady state lasts.
+# at most p - s microbatches in flight. In the pebble graph, look at the rows of pebbles. They fill up during the warm-up and then
+# stay at the same height, however long the steady state lasts.
 
 # %%
 one_f_one_b.pebble_figure()
@@ -152,7 +151,7 @@ def split(num_stages):
 
 
 # %% [markdown]
-# What an action does is what it did in chapter 2. A forward runs `jax.vjp` and keeps the pullback; a backward calls it. Results
+# What an action does is what it did in chapter 3. A forward runs `jax.vjp` and keeps the pullback; a backward calls it. Results
 # go into the mail of the neighbour. The last stage has no neighbour: it computes the loss, and sends the cotangent to itself.
 
 
@@ -236,9 +235,9 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# ## Two cases that break many loops
+# ## Two cases that break such a loop
 #
-# Loops like ours are on many blogs, and in many notes. Before you use one, try it on two cases.
+# Before you use a loop like ours, try it on two cases.
 #
 # **Fewer microbatches than stages.** The warm-up of rank 0 has three forwards. With two microbatches there is no third. Without
 # the `min` in `make_row`, the row would ask for a microbatch that does not exist, and the loop would wait for it forever.
@@ -269,7 +268,7 @@ print("equals the monolith")
 # has run. The pebbles are there again, and their size. The pebbles of our loop were at least twice as large: for a microbatch
 # of 128 examples, an inner stage kept 288 KiB. jaxpp does not store the zeros of chapter 1. And by default it does not keep
 # what is cheap to compute again, such as a mask of `relu`: that is a mild kind of remat, which never repeats a matrix product.
-# Chapter 10 compares the choices.
+# Chapter 11 compares the choices.
 
 # %%
 grad_fn = jaxpp.value_and_grad(loss_fn, num_stages=4, num_microbatches=8)
@@ -303,7 +302,7 @@ for row in pipe.forecast(params, batch).stages:
 # <details><summary>Answer</summary>
 #
 # Give the first stage fewer layers and the last stage more. It costs time, since the slowest stage sets the pace. Some schedules
-# of chapter 6 instead hold equally much on every rank.
+# of chapter 7 instead hold equally much on every rank.
 #
 # </details>
 #
@@ -316,4 +315,4 @@ for row in pipe.forecast(params, batch).stages:
 #
 # </details>
 #
-# Next: [6. Interleaving, zero bubble, and a schedule of your own](06_more_schedules.ipynb)
+# Next: [7. Interleaving, zero bubble, and a schedule of your own](07_more_schedules.ipynb)

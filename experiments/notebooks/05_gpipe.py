@@ -10,7 +10,7 @@
 # ---
 
 # %% [markdown]
-# # 4. Microbatches: GPipe
+# # 5. Microbatches: GPipe
 #
 # In the naive pipeline, each device waits while the whole batch passes through the others. The remedy is simple: do not send the
 # batch in one piece. As soon as device 0 has finished the first part, device 1 begins with it, and device 0 goes on to the second
@@ -63,7 +63,7 @@ loss, grads = jax.value_and_grad(loss_fn)(params, batch)
 # %% [markdown]
 # ## First of all: is the result still the same?
 #
-# A part of the batch is a microbatch, as chapter 3 said. Let us forget pipelines for a moment, and compute the gradient of each
+# A part of the batch is a microbatch, as chapter 4 said. Let us forget pipelines for a moment, and compute the gradient of each
 # microbatch on one device, one after another, and add them up. This is called **gradient accumulation**. The loss is a mean over
 # the examples. So the mean over the batch is the mean of the microbatches' means, if each is weighted with its number of
 # examples.
@@ -102,17 +102,17 @@ print(f"4 unequal microbatches: loss {loss:.5f} with weights, {wrong:.5f} as a p
 # ## The schedule
 #
 # GPipe does all forwards first, and then all backwards. Here it is with four ranks and eight microbatches; the numbers in the
-# bars are the microbatches. Compare the grey with the picture of chapter 3.
+# bars are the microbatches. Compare the grey with the picture of chapter 4.
 
 # %%
 gpipe = jaxpp.schedule.make("gpipe", num_ranks=4, num_microbatches=8)
 gpipe.figure()
 
 # %% [markdown]
-# How large is the bubble for p ranks and m microbatches? Every rank works for 3 m slots: a forward and a backward for each
-# microbatch. And every rank waits for 3 (p - 1) slots in total: before its first forward, between its forwards and its
-# backwards, and after its last backward. Look at the two ends: rank 3 waits for 3 slots at the beginning and 6 at the end, and
-# rank 0 for 9 slots in the middle. The bubble is 3 (p - 1) / (3 m + 3 (p - 1)), or
+# How large is the bubble for p ranks and m microbatches? Every rank works for 3 m units: a forward and a backward for each
+# microbatch. And every rank waits for 3 (p - 1) units in total: before its first forward, between its forwards and its
+# backwards, and after its last backward. Look at the two ends: rank 3 waits for 3 units at the beginning and 6 at the end, and
+# rank 0 for 9 units in the middle. The bubble is 3 (p - 1) / (3 m + 3 (p - 1)), or
 #
 # `bubble = (p - 1) / (m + p - 1)`
 #
@@ -143,10 +143,10 @@ plt.show()
 #
 # ## GPipe by hand
 #
-# The loop of chapter 2, with a second loop around it. One Python thread hands out all the work. How can it keep four devices
+# The loop of chapter 3, with a second loop around it. One Python thread hands out all the work. How can it keep four devices
 # busy? By **asynchronous dispatch**: a call of a compiled function, or of `jax.device_put`, only puts the work into the queue
 # of a device and returns at once. The arrays that it returns are promises. So Python runs ahead, and each device works through
-# its queue. (Python must hand out four actions in the time in which a device runs one. Chapter 10 measures how long handing out
+# its queue. (Python must hand out four actions in the time in which a device runs one. Chapter 11 measures how long handing out
 # takes.)
 
 # %%
@@ -188,13 +188,13 @@ def backwards(cotangents, pullbacks, order):
 
 
 # %% [markdown]
-# `order` says in which order the backwards are handed out. It is an argument, because it is worth a look. Some descriptions of
-# pipelines say that the backward of microbatch k depends on the backward of microbatch k + 1, since GPipe is often drawn with the
-# last microbatch first. That is only an order that one may choose. The backward of a microbatch needs its own residuals, and the
-# cotangent of the same microbatch from the stage behind it. Let us ask jaxpp what `1B3` waits for, and then try three orders.
+# `order` says in which order the backwards are handed out. It is an argument, because it is worth a look. GPipe is often drawn
+# with the backward of the last microbatch first. That is only an order that one may choose. The backward of a microbatch needs
+# its own residuals, and the cotangent of the same microbatch from the stage behind it. Let us ask jaxpp what `1B3` waits for, and
+# then try three orders.
 
 # %%
-actions = frozenset(gpipe.order)  # which actions there are: other schedules have I and W (chapter 6) in place of B
+actions = frozenset(gpipe.order)  # which actions there are: other schedules have I and W (chapter 7) in place of B
 needed = jaxpp.schedule.dependencies(jaxpp.schedule.parse("1B3"), num_stages=4, present=actions)
 print("1B3 waits for", " and ".join(map(str, needed)))
 xs, ys = jnp.split(batch["x"], 8), jnp.split(jax.device_put(batch["y"], devices[3]), 8)
@@ -218,7 +218,7 @@ for order in ([0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 6, 1, 7
 gpipe.pebble_figure()
 
 # %% [markdown]
-# What does that mean in bytes? It depends on what you hold fixed, and the two cases are often confused.
+# What does that mean in bytes? It depends on what you hold fixed.
 #
 # - **The batch is fixed**, and is split into more microbatches. Each pebble becomes smaller. All of them together weigh what the
 #   residuals of the whole batch weigh: GPipe costs no more memory than the naive pipeline, and saves none.
@@ -255,7 +255,7 @@ plt.show()
 
 # %% [markdown]
 # GPipe's own answer to the price is remat: keep only the input of each stage, and run the forward a second time in the backward.
-# That costs a third more work. Chapter 5 has an answer that costs nothing.
+# That costs a third more work. Chapter 6 has an answer that costs nothing.
 #
 # ## The same with jaxpp
 #
@@ -295,7 +295,7 @@ print(f"loss {grad_fn(params, batch)[0]:.6f}, the monolith's {loss:.6f}; the gra
 #
 # </details>
 #
-# **3.** In GPipe, `3B0` could run as soon as `3F0` is done, in slot 4. What would have to happen to the forwards that are waiting
+# **3.** In GPipe, `3B0` could run as soon as `3F0` is done, at time 4. What would have to happen to the forwards that are waiting
 # then?
 #
 # <details><summary>Answer</summary>
@@ -305,4 +305,4 @@ print(f"loss {grad_fn(params, batch)[0]:.6f}, the monolith's {loss:.6f}; the gra
 #
 # </details>
 #
-# Next: [5. 1F1B: the same bubble, less memory](05_one_f_one_b.ipynb)
+# Next: [6. 1F1B: the same bubble, less memory](06_one_f_one_b.ipynb)

@@ -10,7 +10,7 @@
 # ---
 
 # %% [markdown]
-# # 10. Reading a profile
+# # 11. Reading a profile
 #
 # Why is my pipeline slow? A pipeline has few ways to be slow, and a profile tells them apart. In this chapter we make a pipeline
 # slow on purpose, read its profile, and mend it. Then we look at two choices that are independent of the cuts: how many
@@ -84,7 +84,7 @@ uneven.figure()
 # ## Idle time by causes
 #
 # How much is lost, and why? The profile divides the idle time of each rank by cause. It simulates the schedule with the measured
-# times, as `jaxpp.schedule.simulate` does (chapter 3), and takes away one cause after another:
+# times, as `jaxpp.schedule.simulate` does (chapter 4), and takes away one cause after another:
 #
 # - **fill and drain**: what the schedule costs even if all stages are equal: waiting for the first microbatch, and at the end.
 # - **imbalance**: what is added because some stages take longer than others.
@@ -134,7 +134,7 @@ plt.show()
 # %% [markdown]
 # The whole step is shorter, and most of the imbalance is gone. (Some remains, because stages with the same FLOPs do not take quite
 # the same time.) What the schedule itself costs, fill and drain, remains, and now a schedule can help: more microbatches, or one of
-# the schedules of chapter 6. The order is always this: first balance, then the schedule.
+# the schedules of chapter 7. The order is always this: first balance, then the schedule.
 #
 # The result must be the same, whatever the cuts. `pipe.verify` compares a whole step with plain JAX, and raises no error:
 
@@ -204,7 +204,7 @@ plt.show()
 # ## What memory does during a step
 #
 # The last part of the profile's figure shows what each device holds. Let us draw a part of one row larger: the residuals on the
-# second device, and the messages that are in flight to it or from it, for three ways to choose the residuals. The argument is
+# second device, and the messages on their way to it or from it, for three ways to choose the residuals. The argument is
 # called `remat`, the short word for rematerialisation that chapter 1 introduced.
 #
 # - `"keep"` keeps everything that the backward reads.
@@ -217,7 +217,7 @@ plt.show()
 def held(profile, rank):
     curve = profile.memory[rank]  # levels: bytes of each kind, from each moment on
     kinds = list(profile.ledger.samples[0].by_kind)
-    columns = [kinds.index("residuals"), kinds.index("in flight")]
+    columns = [kinds.index("residuals"), kinds.index("messages")]
     size = np.array(curve.levels)[:, columns].sum(axis=1)
     return np.array(curve.times) / max(curve.times), size / 2**20
 
@@ -290,4 +290,4 @@ assert kept["recompute"] < kept["least"] < kept["keep"]
 #
 # </details>
 #
-# Next: [11. Save, resume, re-cut](11_save_and_resume.ipynb)
+# Next: [12. Save, resume, re-cut](12_save_and_resume.ipynb)

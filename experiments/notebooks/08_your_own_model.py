@@ -10,7 +10,7 @@
 # ---
 
 # %% [markdown]
-# # 7. Your own model
+# # 8. Your own model
 #
 # So far the model was an MLP, a chain of layers that can be cut between any two. Your own model has attention, skip connections and
 # an embedding that is used twice, and nobody wants to write it again as a list of stages. In this chapter a small GPT becomes a
@@ -136,7 +136,7 @@ pipe.stages
 #   `+1 tied`. The first stage owns this table; it sends a copy once per step, and gets the gradient back once per step.
 # - `FLOPs`, `share`: the floating-point operations of the forward pass, and the stage's part of all of them.
 # - `kept`: the residuals of one microbatch, and how large they would be if nothing were computed again in the backward pass.
-#   By default jaxpp computes cheap operations again, such as `relu`, but no matrix product. Chapter 10 shows the alternatives.
+#   By default jaxpp computes cheap operations again, such as `relu`, but no matrix product. Chapter 11 shows the alternatives.
 # - `sends`: the shape of what goes to the next stage for each microbatch.
 #
 # ## How the cut is decided
@@ -245,14 +245,13 @@ forecast
 # You know parameters, optimizer state, gradients and residuals from chapter 1. The other columns are:
 #
 # - `statics`: values that are computed from parameters once per step, and the copy of the tied embedding.
-# - `in flight`: activations and cotangents that were sent and are not used yet. (Chapter 5 says "in flight" of microbatches; the
-#   column counts bytes of messages.)
+# - `messages`: activations and cotangents that were sent and are not used yet.
 # - `batch`: the examples and labels; `rest`: small values such as the loss.
 # - `temporaries`: what a compiled program needs for itself while it runs.
 # - `at`: the action that runs when the device holds most. `0B1` is the backward of microbatch 1 on stage 0.
 #
 # The last lines are advice. They name other pipelines that would fit, and estimate how much longer or shorter a step would be.
-# (`naive` with several microbatches takes one after another through all stages and back, as chapter 3 did with its single one.)
+# (`naive` with several microbatches takes one after another through all stages and back, as chapter 4 did with its single one.)
 # Neither the table nor the advice needs the devices, so ask before you rent them.
 
 # %% [markdown]
@@ -261,10 +260,10 @@ forecast
 # `pipe.profile` runs a few steps under JAX's profiler, and some more in which each program runs alone. The figure has three parts:
 #
 # - The first timeline is the step as it ran, the second is how long it would take if every device had cores of its own. On a laptop
-#   all forced CPU devices share the same few cores; that is why the first timeline is longer. Chapter 10 looks at this more
+#   all forced CPU devices share the same few cores; that is why the first timeline is longer. Chapter 11 looks at this more
 #   closely.
 # - The last part is the memory of arrays: for each device a row, and in it the bytes by kind. Find the residuals: device 0 holds
-#   those of three microbatches at once, the last device those of one, as chapter 5 showed for 1F1B.
+#   those of three microbatches at once, the last device those of one, as chapter 6 showed for 1F1B.
 
 # %%
 profile = pipe.profile(state, batch)
@@ -330,9 +329,9 @@ except ValueError as error:
 #
 # <details><summary>Answer</summary>
 #
-# With 1F1B a device holds the residuals of a fixed number of microbatches (at most as many as there are stages, see chapter 5).
+# With 1F1B a device holds the residuals of a fixed number of microbatches (at most as many as there are stages, see chapter 6).
 # Twice as many microbatches of half the size make these residuals half as large.
 #
 # </details>
 #
-# Next: [8. theta[t] on the host](08_task_parameters.ipynb)
+# Next: [9. Pipe x data x model](09_pipe_data_model.ipynb)

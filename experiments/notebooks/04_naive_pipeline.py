@@ -10,9 +10,9 @@
 # ---
 
 # %% [markdown]
-# # 3. The naive pipeline and its bubble
+# # 4. The naive pipeline and its bubble
 #
-# Chapter 2 divided the model among four devices. The memory was divided; the time was not. In this chapter we look at when each
+# Chapter 3 divided the model among four devices. The memory was divided; the time was not. In this chapter we look at when each
 # device works and when it waits, and learn the two pictures with which people talk about pipelines.
 #
 # First, the problem of the chapters before, with the loss and the gradients of the monolith.
@@ -68,14 +68,14 @@ loss, grads = jax.value_and_grad(loss_fn)(params, batch)
 # - A **rank** is one of the devices that run the pipeline, and each rank owns one or more stages.
 # - A **schedule** says which rank runs which actions, in which order. It is plain data: one row of actions for each rank.
 #
-# What we did in chapter 2 was a schedule too. It is called **naive**, and jaxpp can print it.
+# What we did in chapter 3 was a schedule too. It is called **naive**, and jaxpp can print it.
 
 # %%
 naive = jaxpp.schedule.make("naive", num_ranks=4, num_microbatches=1)
 print(naive)
 
 # %% [markdown]
-# Time goes to the right, in slots. A forward takes one slot and a backward two, because a backward computes two things: the
+# Time goes to the right, in units. A forward takes one unit and a backward two, because a backward computes two things: the
 # gradients of the stage's parameters, and the cotangent of the stage's input. Each costs about as much as the forward.
 #
 # An action needs its input. `2F0` needs the activation that `1F0` sends, and `2B0` needs the cotangent that `3B0` sends. Here is
@@ -87,13 +87,14 @@ naive.figure()
 # %% [markdown]
 # ## The bubble
 #
-# The time from the first start to the last end is the **makespan**: 12 slots. Four ranks for 12 slots are 48 places, and in 12 of
-# them somebody works. The rest is the **bubble**, the part of ranks x makespan in which ranks are idle. `simulate` counts for us.
+# The time from the first start to the last end is the **makespan**: 12 units. Four ranks have 4 x 12 = 48 units of time together,
+# and work in 12 of them. The rest is the **bubble**, the part of ranks x makespan in which ranks are idle. `simulate` counts for
+# us.
 
 # %%
 result = jaxpp.schedule.simulate(naive)
-print("busy slots of each rank:", *result.busy)
-print("idle slots of each rank:", *result.idle)
+print("busy units of each rank:", *result.busy)
+print("idle units of each rank:", *result.idle)
 print("bubble:", sum(result.idle), "/", 4 * result.makespan, "=", result.bubble_fraction)
 
 # %% [markdown]
@@ -103,8 +104,6 @@ print("bubble:", sum(result.idle), "/", 4 * result.makespan, "=", result.bubble_
 #
 # For four ranks that is 0.75. Each further device makes the pipeline hold a larger model, and makes none of it faster. Look at
 # how little of each bar is blue.
-#
-# > You may read elsewhere that four naive stages have a bubble of 0.8. By the formula, 0.8 is the bubble of five.
 
 # %%
 sizes = range(1, 13)
@@ -172,7 +171,7 @@ profile.figure()
 #
 # Below the timelines is the memory of each device during the first of them. What stays is grey; what comes and goes is green.
 # Look at the full green of `residuals`: these are the pebbles, in bytes. They last from a stage's forward to its backward. The
-# palest green, `in flight`, is memory for messages. Python hands out the work of a step far ahead, and the memory for a message
+# palest green, `messages`, is memory for messages. Python hands out the work of a step far ahead, and the memory for a message
 # is counted from the moment at which its transfer is handed out. So the first device has memory for its cotangent from the end
 # of its forward on, long before the cotangent is sent.
 
@@ -212,23 +211,24 @@ print(f"loss {grad_fn(params, batch)[0]:.6f}, the monolith's {loss:.6f}; the gra
 #
 # </details>
 #
-# **2.** In the pebble graph, for how many slots does stage 1 hold its pebble? Count them, then find a formula for stage s of p.
+# **2.** In the pebble graph, for how many units of time does stage 1 hold its pebble? Count them, then find a formula for stage s
+# of p.
 #
 # <details><summary>Answer</summary>
 #
-# Nine slots: from slot 1, when `1F0` runs, to slot 9, the second slot of `1B0`. Stage s holds its pebble during the forwards and
-# backwards of the stages s, ..., p - 1. Each stage takes 3 slots for both together, so the formula is 3 (p - s).
+# Nine units: from time 1, when `1F0` starts, to time 10, when `1B0` ends. Stage s holds its pebble during the forwards and
+# backwards of the stages s, ..., p - 1. Each stage takes 3 units for both together, so the formula is 3 (p - s).
 #
 # </details>
 #
-# **3.** Suppose that sending an activation or a cotangent to the next rank takes one slot. What happens to the makespan and the
-# bubble for four ranks?
+# **3.** Suppose that sending an activation or a cotangent to the next rank takes one unit of time. What happens to the makespan
+# and the bubble for four ranks?
 #
 # <details><summary>Answer</summary>
 #
-# Three transfers forward and three backward make the makespan 12 + 6 = 18. The work is still 12 of now 4 x 18 = 72 places, so the
+# Three transfers forward and three backward make the makespan 12 + 6 = 18. The work is still 12 of now 4 x 18 = 72 units, so the
 # bubble is 60 / 72 = 83%. Try it: `jaxpp.schedule.simulate(naive, transfer=1)`.
 #
 # </details>
 #
-# Next: [4. Microbatches: GPipe](04_gpipe.ipynb)
+# Next: [5. Microbatches: GPipe](05_gpipe.ipynb)

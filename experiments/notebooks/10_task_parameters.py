@@ -10,7 +10,10 @@
 # ---
 
 # %% [markdown]
-# # 8. theta[t] on the host
+# # 10. theta[t] on the host
+#
+# This chapter is for models with many sets of parameters, of which a step needs only one. If yours has a single set, go on with
+# chapter 11: nothing later needs this one.
 #
 # Some models serve many tasks at once: one network with a head for each customer, one language model with an adapter for each
 # language. Their parameters come in two kinds. All tasks share **Theta** (the trunk). Each task t has its own **theta[t]** (the
@@ -152,7 +155,7 @@ print("Theta, both heads and their optimizer states are those of plain JAX.")
 # %% [markdown]
 # ## A task that is not used does not change
 #
-# This sounds obvious, but the usual way to write many heads breaks it. If all heads are stacked into one array, and the loss picks
+# This sounds obvious, but a common way to write many heads breaks it. If all heads are stacked into one array, and the loss picks
 # row t, then the gradients of the other rows are zero. Adam updates a row with a zero gradient all the same: its running mean still
 # remembers earlier steps. Below, one step for task `"0-1"` is followed by one step for task `"0-2"`. How far does the head of
 # `"0-1"` move in each of them?
@@ -254,7 +257,7 @@ plt.show()
 # above it names two devices, because a set is divided as the stages are: all of a head is on the second device, except the number
 # of steps that its optimizer counts, which is on the first.
 #
-# What prefetch hides can be simulated, as schedules can (chapter 3). The time in such a simulation is not measured; jaxpp calls it
+# What prefetch hides can be simulated, as schedules can (chapter 4). The time in such a simulation is not measured; jaxpp calls it
 # the **virtual clock**. Here a step takes 4 units of time, and each copy takes 2. In the upper half there is one slot, and the
 # device waits for every copy. In the lower half there are two slots, and the blue bars follow one another without a gap.
 
@@ -274,9 +277,9 @@ plt.show()
 # %% [markdown]
 # ## One task for each replica
 #
-# **Data parallelism** means that several copies of the model, the **replicas**, work on different examples, and add up their
-# gradients. Chapter 9 treats it in full. With a bank, each replica may work on a task of its own: here two replicas of two stages
-# run the tasks `"3-5"` and `"4-9"`. The first half of the batch belongs to the first replica, the second half to the second.
+# The replicas of chapter 9 work on different examples, and add up their gradients. With a bank, each replica may work on a task of
+# its own: here two replicas of two stages run the tasks `"3-5"` and `"4-9"`. The first half of the batch belongs to the first
+# replica, the second half to the second.
 
 # %%
 pair = ["3-5", "4-9"]
@@ -306,7 +309,7 @@ print("Theta has the mean gradient of both tasks, each head the gradient of its 
 # %% [markdown]
 # The replicas have to exchange the gradient of Theta. The gradients of the heads stay where they are, because jaxpp knows which
 # replica ran which task. `pipe.collectives` reads from the compiled programs what replicas exchange. There are two sums over the
-# replicas (chapter 9 explains their name, `all-reduce`). `total stage 0` sums the gradients of Theta, which is on stage 0, and
+# replicas, called `all-reduce` as in chapter 9. `total stage 0` sums the gradients of Theta, which is on stage 0, and
 # `total stage 1` the loss, 4 bytes. The last line compares: 423.5 KiB are Theta and both heads, and 161.5 KiB of that is Theta.
 
 # %%
@@ -354,4 +357,4 @@ found
 #
 # </details>
 #
-# Next: [9. Pipe x data x model](09_pipe_data_model.ipynb)
+# Next: [11. Reading a profile](11_reading_a_profile.ipynb)

@@ -10,7 +10,7 @@
 # ---
 
 # %% [markdown]
-# # 6. Interleaving, zero bubble, and a schedule of your own
+# # 7. Interleaving, zero bubble, and a schedule of your own
 #
 # 1F1B solved the problem of memory and left the bubble as it was. This chapter makes the bubble smaller, in two ways: with
 # smaller pieces of the model, and with smaller pieces of the backward. Then you write a schedule yourself.
@@ -68,8 +68,8 @@ loss, grads = jax.value_and_grad(loss_fn)(params, batch)
 # 2104.04473](https://arxiv.org/abs/2104.04473), section 2.2.2).
 #
 # The model goes around twice: stages 0 to 3 are on ranks 0 to 3, and stages 4 to 7 on ranks 0 to 3 again. In the picture, the
-# second stage of each rank is paler and underlined. A stage is now half as large, so a slot of this picture lasts half as long as
-# before. Look at rank 3: it begins after three such slots.
+# second stage of each rank is paler and underlined. A stage is now half as large, so a forward takes half as long as before:
+# a unit of this picture is half a unit of the pictures before. Look at rank 3: it begins after three such units.
 
 # %%
 interleaved = jaxpp.schedule.make("interleaved", num_ranks=4, num_microbatches=8)
@@ -98,7 +98,7 @@ for v in (1, 2, 4):
 #
 # ## Smaller pieces of the backward: I and W
 #
-# Chapter 3 said that a backward computes two things. They are not equally urgent.
+# Chapter 4 said that a backward computes two things. They are not equally urgent.
 #
 # - The cotangent of the stage's input. The stage before waits for it. This part is called **I**.
 # - The gradients of the stage's parameters. Nobody needs them before the optimizer runs. This part is called **W**.
@@ -138,9 +138,10 @@ zero_bubble.figure()
 # %% [markdown]
 # A rank of `zb-h1` is idle for a third of the time for which it is idle in 1F1B: the cotangents travel through I alone, which
 # is half of B, and W fills gaps. The first rank needs no more pebbles than before. (A pebble now lies until its W ends, so here
-# the other ranks hold four as well.) Other schedules go further. `zb-v` gives each rank two stages, placed in a V: the first
-# rank has the first and the last stage, so that the loss comes back to where the digits went in. (A slot is again half as
-# long.) Look for grey inside the rows. There is none: after its first action, a rank of `zb-v` works without a pause.
+# the other ranks hold four as well.) Other schedules go further. `zb-v` gives each rank two stages, placed in a V: going down the
+# V, stages 0 to 3 are on ranks 0 to 3, and going up, stages 4 to 7 are on ranks 3 to 0. So the first rank has the first and the
+# last stage, and the loss comes back to where the digits went in. (A unit is again half as long.) Look for grey inside the rows.
+# There is none: after its first action, a rank of `zb-v` works without a pause.
 
 # %%
 zb_v = jaxpp.schedule.make("zb-v", num_ranks=4, num_microbatches=8)
@@ -148,20 +149,84 @@ print("the ranks of stages 0 to 7:", *zb_v.stage_to_rank)
 zb_v.figure()
 
 # %% [markdown]
+# ## The V, and how much it holds
+#
+# Why a V? In 1F1B the first rank holds the most, because its residuals wait for the whole way of a microbatch to the loss and back,
+# while those of the last rank are used at once. In a V, each rank has a stage near the beginning and a stage near the loss: one
+# keeps residuals for long, the other for a short time. The two times together are the same on every rank, and so is the memory.
+#
+# How large is it? In the steady state every rank does six actions for each microbatch: F, I and W of two stages. So one microbatch
+# follows another at a distance of six units. If a stage keeps the residuals of a microbatch for 12 units, there are 12 / 6 = 2
+# microbatches in flight on it. **To hold less, let each microbatch pass faster.** That is the idea of two more schedules (Qi et
+# al., [arXiv 2405.15362](https://arxiv.org/abs/2405.15362)). Each fixes the way of one microbatch, and repeats it every six units.
+#
+# - `v-min` lets a microbatch move on after every unit, without a pause: it is as fast as can be. With many ranks it holds about a
+#   third of what the first rank of 1F1B holds.
+# - `v-half` lets it take two units for each stage on the way down, and one on the way up, in the forward and in the backward. With
+#   many ranks it holds about a half.
+#
+# (`zb-v` lets each microbatch take its time, and holds as much as 1F1B.) In the figure, follow one microbatch from the middle of a
+# step through the ranks. Its forward goes down the V and up again, in blue; then its I does the same, in pink; the W, in yellow,
+# wait for a gap. The shorter the way, the fewer microbatches are in flight. The titles say how many a rank holds. (Each pebble
+# counts half, as it is that of half a rank.)
+
+
+# %%
+colours = {"F": "#0072B2", "I": "#CC79A7", "W": "#F0E442"}
+fig, all_axes = plt.subplots(1, 3, figsize=(7, 2.4), layout="constrained", sharey=True)
+for axes, name in zip(all_axes, ("zb-v", "v-half", "v-min"), strict=True):
+    schedule = jaxpp.schedule.make(name, num_ranks=4, num_microbatches=16)
+    result = jaxpp.schedule.simulate(schedule)
+    way = {action: start for action, start in result.starts.items() if action.microbatch == 7}
+    for action, start in way.items():
+        rank = schedule.stage_to_rank[action.stage]
+        axes.barh(rank, 1, left=start - min(way.values()), color=colours[action.kind], align="center")
+    held = max(result.peak_residuals) / 2
+    axes.set(title=f"{name}: {held:g} on a rank", xlabel="units", ylim=(3.5, -0.5), xlim=(0, 51))
+all_axes[0].set(ylabel="rank", yticks=range(4))
+plt.show()
+
+# %% [markdown]
+# What is the price? In `v-min` and `v-half` each action is fixed to the moment at which the microbatch comes by, and the W fill
+# what is left. At the beginning and the end of a step nothing else can fill the gaps, so their bubbles are larger than that of
+# `zb-v`. They also count on F, I and W taking equally long. In the next cell I takes a quarter longer than the others:
+
+# %%
+for name in ("1f1b", "zb-v", "v-half", "v-min"):
+    v = jaxpp.schedule.SCHEDULES[name].stages_per_rank
+    schedule = jaxpp.schedule.make(name, num_ranks=4, num_microbatches=16)
+    equal = jaxpp.schedule.simulate(schedule, forward=1 / v, input_grad=1 / v, weight_grad=1 / v)
+    unequal = jaxpp.schedule.simulate(schedule, forward=1 / v, input_grad=1.25 / v, weight_grad=1 / v)
+    print(f"{name:6} bubble {equal.bubble_fraction:5.1%}, with a longer I {unequal.bubble_fraction:5.1%}", end="; ")
+    print(f"most residuals on a rank: {max(equal.peak_residuals) / v:g} microbatches")
+
+# %% [markdown]
+# `dualpipe-v` is a V for another purpose. In a model with experts, a stage spends much of its time in messages to other devices
+# (not those of the pipeline). A rank that has two independent actions at hand can compute one while the other sends. So in the
+# steady state of `dualpipe-v`, each forward of one stage of a rank stands beside a backward of its other stage, for another
+# microbatch. Look at the middle of the picture: the four actions of such two pairs, in turn. On our clock nothing is gained by
+# it, because our clock has no such messages.
+#
+# (DualPipe is the schedule of DeepSeek-V3, [arXiv 2412.19437](https://arxiv.org/abs/2412.19437). It sends microbatches in from both
+# ends, and holds every stage twice. Sea AI Lab then cut it in half and folded it into a V, which needs each stage only once:
+# ["DualPipe could be better without the Dual"](https://huggingface.co/blog/ufotalent/cut-in-half).)
+
+# %%
+dualpipe_v = jaxpp.schedule.make("dualpipe-v", num_ranks=4, num_microbatches=10)
+row = [str(action) for action in dualpipe_v.rows[0]]
+print("rank 0, the middle of the step:", *row[17:25])
+dualpipe_v.figure()
+
+# %% [markdown]
 # ## All schedules side by side
 #
 # The bubble and the memory of the schedules that jaxpp knows, for 4 ranks and 16 microbatches. Memory is counted in
 # microbatches of a whole rank: where a rank has two stages, each pebble counts half. (`naive` is left out. Its bubble of 75%
-# would make the other bars tiny.) Some names are new:
+# would make the other bars tiny.) Two names are new:
 #
 # - `looped-bfs` is GPipe with two stages on each rank ([arXiv 2211.05953](https://arxiv.org/abs/2211.05953)).
 # - `zb-h2`, of the same paper as `zb-h1`, does more forwards in the warm-up, so that no rank pauses between its first and its
 #   last action. Its ranks are idle at other times than those of `zb-h1`, and equally long; it pays off where transfers are slow.
-# - `v-half` and `v-min` are placed in a V like `zb-v`. There each rank has one stage that keeps residuals for long and one that
-#   keeps them for a short time, so all ranks hold equally much. With many ranks these schedules hold about a half and a third of
-#   what the first rank of 1F1B holds ([arXiv 2405.15362](https://arxiv.org/abs/2405.15362)).
-# - `dualpipe-v` is placed in a V too. It puts a forward of one stage beside a backward of the rank's other stage, so that one
-#   may compute while the other sends ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437)).
 #
 # Look for bars that are short on both sides.
 
@@ -190,7 +255,7 @@ plt.show()
 #
 # A schedule is data, so you can write one. A good reason: links that are slow. Suppose that a transfer takes as long as half a
 # forward. In the steady state of 1F1B, each rank then waits for messages that are still on their way. The remedy is to have more
-# microbatches in flight. We take the rows of chapter 5 and change one thing, the warm-up: twice as many forwards.
+# microbatches in flight. We take the rows of chapter 6 and change one thing, the warm-up: twice as many forwards.
 
 
 # %%
@@ -265,8 +330,8 @@ for schedule, num_stages in (("interleaved", 8), ("zb-h1", 4), (mine, 4)):
 # ## Takeaway
 #
 # Interleaving divides the idle time by the number of stages on each rank, and multiplies the transfers. Splitting B into I and
-# W lets the weight gradients fill what is left of the bubble. A schedule is data: write one, let it be checked and simulated,
-# and run it; the result stays the same.
+# W lets the weight gradients fill what is left of the bubble. In a V, all ranks hold equally much, and the faster a microbatch
+# passes, the less that is. A schedule is data: write one, let it be checked and simulated, and run it; the result stays the same.
 #
 # ## Questions
 #
@@ -287,7 +352,7 @@ for schedule, num_stages in (("interleaved", 8), ("zb-h1", 4), (mine, 4)):
 #
 # </details>
 #
-# **3.** The loop of chapter 5 goes around the ranks and runs what can run. What would it do with the rows of `stuck`, and how
+# **3.** The loop of chapter 6 goes around the ranks and runs what can run. What would it do with the rows of `stuck`, and how
 # would you make it say so?
 #
 # <details><summary>Answer</summary>
@@ -298,4 +363,4 @@ for schedule, num_stages in (("interleaved", 8), ("zb-h1", 4), (mine, 4)):
 #
 # </details>
 #
-# Next: [7. Your own model](07_your_own_model.ipynb)
+# Next: [8. Your own model](08_your_own_model.ipynb)
