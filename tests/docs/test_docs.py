@@ -130,6 +130,19 @@ def test_output_is_not_shown_below_other_code_than_what_printed_it(tmp_path):
         blocks.run("```python\n1 / 0\n```\n", tmp_path / "other", ROOT / "jaxpp", {})
 
 
+def test_the_moving_schedule_of_the_front_page_is_what_its_code_draws():
+    drawing = importlib.import_module("schedule_picture")
+    assert drawing.front_page() == drawing.TARGET.read_text()
+
+
+def test_a_moving_schedule_has_a_bar_for_each_action_that_grows_while_it_runs():
+    run = jaxpp.schedule.simulate(jaxpp.schedule.make("gpipe", num_ranks=2, num_microbatches=2))
+    drawn = importlib.import_module("schedule_picture").picture(run)
+    assert re.findall(r'animation-name:(b[\d-]+)"', drawn) == [f"b{bar.start:g}-{bar.end:g}" for bar in run.bars]
+    # Rank 1 begins its first backward at 3 of 9 units of 0.25 s, and at the end are 2 s of rest.
+    assert "@keyframes b3-5{0%,17.65%{transform:scaleX(0)}29.41%,to{transform:none}}" in drawn
+
+
 def test_every_name_of_ours_that_a_page_links_exists():
     linked = {name: page for page in PAGES for name in re.findall(r"\]\[(jaxpp[\w.]*)\]", page.read_text())}
     for name, page in linked.items():
