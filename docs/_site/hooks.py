@@ -28,6 +28,13 @@ DOCUMENTS = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHA
 """Documents of the project and the pages that show them."""
 NOTEBOOKS = {"course": "experiments/notebooks", "how-to": "docs/how-to"}
 """The folders of the site that hold notebooks, and where their sources are."""
+REFERENCE = {
+    "Training": ["training", "Pipeline", "State", "Metrics", "Tuning", "Bank", "Offload"],
+    "Predicting": ["predicting", "Forward", "Stream", "Generation", "Token", "Sampling"],
+    "Schedules": ["schedules", "Schedule", "Simulation", "Action", "Kind"],
+    "Observing": ["observing", "Profile", "Forecast", "Ledger", "Collectives"],
+}
+"""The subjects of the reference: the page of its functions, and the classes, which have pages of their own."""
 OUTPUT = "``` { .text .output .no-copy }"
 """How a block of printed output begins."""
 PICTURES = (".png", ".gif", ".svg")
@@ -96,7 +103,8 @@ class Site:
             self.notebooks[uri] = page
             text = linked(page.markdown, NOTEBOOKS[folder], uri, self.page_of)
             under = f"[Download this notebook]({file.name}){{ .download }} · [Glossary](../glossary.md)"
-            self.add(uri, re.sub(r"^# .+$", lambda match, under=under: f"{match[0]}\n\n{under}", text, count=1, flags=re.MULTILINE))
+            text = re.sub(r"^# .+$", lambda match, under=under: f"{match[0]}\n\n{under}", text, count=1, flags=re.MULTILINE)
+            self.add(uri, f"---\ntags: {json.dumps(page.tags)}\n---\n{text}" if page.tags else text)
             self.add(f"{folder}/{file.name}", file.read_bytes())
             for name, picture in page.pictures.items():
                 self.add(f"{folder}/{name}", picture)
@@ -125,14 +133,13 @@ class Site:
         recipes = [{page.title: uri} for uri, page in sorted(self.listed("how-to"), key=lambda item: item[1].title)]
         experiments = [{name: f"experiments/{name}.md"} for name in self.experiments]
         guides = ["train", "predict", "save", "memory", "speed", "tune", "profile", "schedules", "mesh", "hosts", "tasks"]
-        references = ["pipeline", "forward", "schedule", "observe", "errors"]
         return [
             {"Home": "index.md"},
             {"First hour": "start.md"},
             {"Guide": [f"guide/{name}.md" for name in guides]},
             {"Course": ["course/index.md", *chapters]},
             {"How to": ["how-to/index.md", *recipes]},
-            {"Reference": ["reference/index.md", *(f"reference/{name}.md" for name in references), "glossary.md"]},
+            {"Reference": ["reference/index.md", *reference(), "reference/errors.md", "glossary.md"]},
             {
                 "Background": [
                     "alternatives.md",
@@ -145,6 +152,19 @@ class Site:
                 ]
             },
         ]
+
+
+def reference() -> list[Any]:
+    """The pages of the reference by subject: its functions, then a page for each class."""
+    return [
+        {
+            subject: [
+                {"Functions and types": f"reference/{functions}.md"},
+                *({name: f"reference/{name.lower()}.md"} for name in classes),
+            ]
+        }
+        for subject, (functions, *classes) in REFERENCE.items()
+    ]
 
 
 def numbered(uri: str, title: str) -> str:

@@ -122,10 +122,12 @@ class NotebookPage:
         markdown: the page, with a mark where the HTML of an output belongs.
         pictures: files by name, relative to the page.
         outputs: the HTML of outputs, by their marks.
+        tags: words by which readers search for it, from the ``tags`` of its header.
         defects: what a finished notebook does not print.
     """
 
     title: str = ""
+    tags: Sequence[str] = ()
     summary: str = ""
     markdown: str = ""
     pictures: dict[str, bytes] = dataclasses.field(default_factory=dict)
@@ -146,7 +148,7 @@ def notebook_page(notebook: Mapping[str, Any], name: str) -> NotebookPage:
         notebook: the JSON of the file.
         name: of the file, without its ending.
     """
-    page, parts = NotebookPage(), []
+    page, parts = NotebookPage(tags=notebook.get("metadata", {}).get("tags", ())), []
     for number, cell in enumerate(notebook["cells"]):
         source = _joined(cell["source"])
         if cell["cell_type"] == "markdown":

@@ -9,6 +9,7 @@ recipes are run by ``.ci/docs``, which also runs the tests marked ``pages`` and 
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import os
 import pathlib
 import re
@@ -175,12 +176,44 @@ def result(**data):
     return {"output_type": "execute_result", "data": shown, "metadata": {}}
 
 
+def parameters_told(documentation):
+    """The parameters in the section ``Args`` of a docstring, in order."""
+    section = re.search(r"^Args:\n((?:    .*\n?|\s*\n)+)", inspect.cleandoc(documentation or ""), re.MULTILINE)
+    return re.findall(r"^    \*{0,2}(\w+):", section[1], re.MULTILINE) if section else []
+
+
+def test_parameters_are_told_in_the_order_of_the_signature():
+    told = {}
+    for module in map(importlib.import_module, ("jaxpp", "jaxpp.schedule", "jaxpp.observe")):
+        for name, value in ((name, getattr(module, name)) for name in module.__all__):
+            members = [getattr(value, name, None) for name in dir(value) if name[0] != "_"] if inspect.isclass(value) else []
+            told |= {f: (name, parameters_told(f.__doc__)) for f in (value, *members) if inspect.isclass(f) or inspect.isroutine(f)}
+    told = {function: (name, found) for function, (name, found) in told.items() if found}
+    assert len(told) > 30
+    for function, (name, found) in told.items():
+        assert found == [parameter for parameter in inspect.signature(function).parameters if parameter in found], name
+
+
+def test_the_page_of_the_pipeline_has_all_its_members_init_and_step_first():
+    members = re.findall(r"^ +- (\w+)$", (DOCS / "reference" / "pipeline.md").read_text(), re.MULTILINE)
+    assert members[:2] == ["init", "step"]
+    assert sorted(members) == sorted(name for name in dir(jaxpp.Pipeline) if name[0] != "_")
+
+
+def test_every_public_class_has_a_page_of_the_reference_to_itself():
+    for module in map(importlib.import_module, ("jaxpp", "jaxpp.schedule", "jaxpp.observe")):
+        for name in (name for name in module.__all__ if inspect.isclass(getattr(module, name))):
+            if not issubclass(getattr(module, name), Exception):  # errors and warnings are on one page
+                page = DOCS / "reference" / f"{name.lower()}.md"
+                assert re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE) == [f"{module.__name__}.{name}"]
+
+
 def test_a_notebook_becomes_a_page_with_its_code_its_text_and_its_pictures():
     title = {"cell_type": "markdown", "source": ["# A title\n", "\n", "What it does. And more:\n", "- one\n"]}
     cells = [title, code_cell("print(1)", stream("1\n"), stream("2\n")), code_cell("fig", result(image_png="aGVsbG8="))]
     cells.append(code_cell("table", result(text_html="<table></table>", text_plain="a table")))
-    page = pages.notebook_page({"cells": cells}, "name")
-    assert (page.title, page.summary) == ("A title", "What it does.")
+    page = pages.notebook_page({"cells": cells, "metadata": {"tags": ["a word"]}}, "name")
+    assert (page.title, page.summary, page.tags) == ("A title", "What it does.", ["a word"])
     assert page.markdown.startswith("# A title\n\nWhat it does. And more:\n\n- one")
     assert "```python\nprint(1)\n```\n\n````` { .text .output .no-copy }\n1\n2\n`````" in page.markdown
     assert page.pictures == {"name/2_0.png": b"hello"}
