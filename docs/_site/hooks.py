@@ -157,12 +157,7 @@ class Site:
 def reference() -> list[Any]:
     """The pages of the reference by subject: its functions, then a page for each class."""
     return [
-        {
-            subject: [
-                {"Functions and types": f"reference/{functions}.md"},
-                *({name: f"reference/{name.lower()}.md"} for name in classes),
-            ]
-        }
+        {subject: [f"reference/{functions}.md", *({name: f"reference/{name.lower()}.md"} for name in classes)]}
         for subject, (functions, *classes) in REFERENCE.items()
     ]
 

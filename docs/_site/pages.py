@@ -208,11 +208,12 @@ def _output(page: NotebookPage, output: Mapping[str, Any], name: str, where: str
 
 
 def figure(link: str, picture: bytes) -> str:
-    """A figure that code draws, as wide as it says: 96 pixels of a page for an inch."""
+    """A figure that code draws, as large as it says: 96 pixels of a page for an inch."""
     at, size = picture.find(b"pHYs"), ""
     if picture.startswith(b"\x89PNG") and at > 0:
-        pixels, pixels_per_metre = int.from_bytes(picture[16:20]), int.from_bytes(picture[at + 4 : at + 8])
-        size = f' width="{96 * pixels / (0.0254 * pixels_per_metre):.0f}"'
+        scale = 96 / (0.0254 * int.from_bytes(picture[at + 4 : at + 8]))  # the file has the pixels of a metre
+        wide, high = (int.from_bytes(picture[k : k + 4]) * scale for k in (16, 20))
+        size = f' width="{wide:.0f}" height="{high:.0f}"'
     return f"![The figure that this code draws]({link}){{ .figure{size} loading=lazy }}"
 
 

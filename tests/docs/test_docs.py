@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import io
 import os
 import pathlib
 import re
@@ -222,6 +223,13 @@ def test_a_notebook_becomes_a_page_with_its_code_its_text_and_its_pictures():
         "<table></table>"
     ]
     assert not page.defects
+
+
+def test_a_figure_is_as_large_on_the_page_as_it_was_drawn():
+    out = io.BytesIO()
+    jaxpp.schedule.make("gpipe", num_ranks=2, num_microbatches=2).figure(width=6).savefig(out)
+    high = re.search(r'\(a\.png\){ \.figure width="576" height="(\d+)" loading=lazy }$', pages.figure("a.png", out.getvalue()))
+    assert 100 < int(high[1]) < 300  # two rows, the key and the axis
 
 
 def test_figures_are_links_to_themselves_but_pictures_in_links_are_not():
