@@ -32,6 +32,7 @@ class PlainExamples(griffe.Extension):
     """Rewrites every docstring that mkdocstrings reads."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:  # noqa: ARG002
-        """Called for each module, class, function and attribute."""
+        """Called for each module, class, function and attribute, once all are loaded."""
+        obj.labels.discard("deletable")  # that ``del pipe.state`` works is told where it matters
         if obj.docstring is not None:
             obj.docstring.value = plain_examples(obj.docstring.value)

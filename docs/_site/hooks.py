@@ -1,8 +1,10 @@
 """The pages that are made while the site is built: notebooks, recipes, READMEs, sources; and the table of contents.
 
-What is not there (a chapter, an executed notebook) is not listed.
+What is not there (a chapter, an executed notebook) is not listed, and code of pages that has not run is shown without its output.
 """
 
+import base64
+import itertools
 import json
 import pathlib
 import re
@@ -16,14 +18,23 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from pages import NotebookPage, first_block, is_text, linked, notebook_page, source_page
+from blocks import kept, with_outputs
+from pages import NotebookPage, first_block, is_text, linked, notebook_page, opened_by_clicks, source_page
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXECUTED = ROOT / "build" / "notebooks"
+RAN = ROOT / "build" / "blocks"
 DOCUMENTS = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
 """Documents of the project and the pages that show them."""
 NOTEBOOKS = {"course": "experiments/notebooks", "how-to": "docs/how-to"}
 """The folders of the site that hold notebooks, and where their sources are."""
+REFERENCE = {
+    "Training": ["training", "Pipeline", "State", "Metrics", "Tuning", "Bank", "Offload"],
+    "Predicting": ["predicting", "Forward", "Stream", "Generation", "Token", "Sampling", "History"],
+    "Schedules": ["schedules", "Schedule", "Simulation", "Action", "Kind"],
+    "Observing": ["observing", "Profile", "Forecast", "Ledger", "Collectives"],
+}
+"""The subjects of the reference: the page of its functions, and the classes, which have pages of their own."""
 OUTPUT = "``` { .text .output .no-copy }"
 """How a block of printed output begins."""
 PICTURES = (".png", ".gif", ".svg")
@@ -37,6 +48,7 @@ class Site:
         self.config = config
         self.files: dict[str, File] = {}
         self.notebooks: dict[str, NotebookPage] = {}
+        self.ran = kept(RAN)
         self.experiments = {readme.parent.name: readme for readme in sorted(ROOT.glob("experiments/*/README.md"))}
         self.experiments.pop("notebooks", None)
         self.documents = DOCUMENTS | {f"experiments/{name}/README.md": f"experiments/{name}.md" for name in self.experiments}
@@ -91,10 +103,25 @@ class Site:
             self.notebooks[uri] = page
             text = linked(page.markdown, NOTEBOOKS[folder], uri, self.page_of)
             under = f"[Download this notebook]({file.name}){{ .download }} · [Glossary](../glossary.md)"
-            self.add(uri, re.sub(r"^# .+$", lambda match, under=under: f"{match[0]}\n\n{under}", text, count=1, flags=re.MULTILINE))
+            text = re.sub(r"^# .+$", lambda match, under=under: f"{match[0]}\n\n{under}", text, count=1, flags=re.MULTILINE)
+            self.add(uri, f"---\ntags: {json.dumps(page.tags)}\n---\n{text}" if page.tags else text)
             self.add(f"{folder}/{file.name}", file.read_bytes())
             for name, picture in page.pictures.items():
                 self.add(f"{folder}/{name}", picture)
+
+    def add_figures(self) -> None:
+        """The figures that the code of the pages drew."""
+        for uri, blocks in self.ran.items():
+            for name, data in itertools.chain.from_iterable(block["figures"].items() for block in blocks):
+                self.add(f"{uri.removesuffix('.md')}/{name}", base64.b64decode(data))
+
+    def outputs(self, markdown: str, uri: str) -> str:
+        """A page with what its code printed and drew."""
+        try:
+            return with_outputs(markdown, self.ran[uri], uri)
+        except ValueError as error:
+            log.warning("%s: %s: run .ci/docs blocks", uri, error)
+        return markdown
 
     def listed(self, folder: str) -> Iterator[tuple[str, NotebookPage]]:
         """The notebooks of a folder in order."""
@@ -106,14 +133,13 @@ class Site:
         recipes = [{page.title: uri} for uri, page in sorted(self.listed("how-to"), key=lambda item: item[1].title)]
         experiments = [{name: f"experiments/{name}.md"} for name in self.experiments]
         guides = ["train", "predict", "save", "memory", "speed", "tune", "profile", "schedules", "mesh", "hosts", "tasks"]
-        references = ["pipeline", "forward", "schedule", "observe", "errors"]
         return [
             {"Home": "index.md"},
             {"First hour": "start.md"},
             {"Guide": [f"guide/{name}.md" for name in guides]},
             {"Course": ["course/index.md", *chapters]},
             {"How to": ["how-to/index.md", *recipes]},
-            {"Reference": ["reference/index.md", *(f"reference/{name}.md" for name in references), "glossary.md"]},
+            {"Reference": ["reference/index.md", *reference(), "reference/errors.md", "glossary.md"]},
             {
                 "Background": [
                     "alternatives.md",
@@ -128,6 +154,14 @@ class Site:
         ]
 
 
+def reference() -> list[Any]:
+    """The pages of the reference by subject: its functions, then a page for each class."""
+    return [
+        {subject: [f"reference/{functions}.md", *({name: f"reference/{name.lower()}.md"} for name in classes)]}
+        for subject, (functions, *classes) in REFERENCE.items()
+    ]
+
+
 def numbered(uri: str, title: str) -> str:
     """The title of a chapter with its number, if it has none of its own."""
     number = re.search(r"/(\d+)_", uri)
@@ -140,6 +174,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     site.add_documents()
     site.add_notebooks("course")
     site.add_notebooks("how-to")
+    site.add_figures()
     for file in site.files.values():
         files.append(file)
     config.nav = site.nav()
@@ -171,18 +206,21 @@ def lists(found: Site) -> dict[str, str]:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Fills in the lists of chapters, recipes and experiments, and parts of the README; marks what is printed output."""
+    """Puts in what code printed, the lists of chapters, recipes and experiments, and parts of the README; marks printed output."""
+    site = config.extra["generated"]
+    if page.file.src_uri in site.ran:
+        markdown = site.outputs(markdown, page.file.src_uri)
     if "<!-- list of " in markdown:
-        found = lists(config.extra["generated"])
+        found = lists(site)
         markdown = re.sub(r"<!-- list of (\w+) -->", lambda match: found[match[1]], markdown)
     return re.sub(r"^```text$", OUTPUT, markdown, flags=re.MULTILINE)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Puts the HTML of outputs into the page of a notebook; refuses prompts, which cannot be copied."""
+    """Puts the HTML of outputs into the page of a notebook, lets figures open; refuses prompts, which cannot be copied."""
     if "&gt;&gt;&gt; " in re.sub(r"<[^>]*>", "", html) and not page.file.src_uri.startswith("source/"):
         log.warning("%s has prompts (>>>): its code cannot be copied", page.file.src_uri)
     notebook = config.extra["generated"].notebooks.get(page.file.src_uri)
     if notebook is not None:
         html = re.sub(r"html\d+mark", lambda match: notebook.outputs[match[0]], html)
-    return html
+    return opened_by_clicks(html)

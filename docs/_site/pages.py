@@ -13,7 +13,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["NotebookPage", "first_block", "first_sentence", "for_pages", "linked", "notebook_page", "source_page", "title_of"]
+__all__ = [
+    "NotebookPage",
+    "as_text",
+    "figure",
+    "first_block",
+    "first_sentence",
+    "for_pages",
+    "linked",
+    "notebook_page",
+    "source_page",
+    "title_of",
+]
 
 _LIST_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)]) ")
 _LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
@@ -111,10 +122,12 @@ class NotebookPage:
         markdown: the page, with a mark where the HTML of an output belongs.
         pictures: files by name, relative to the page.
         outputs: the HTML of outputs, by their marks.
+        tags: words by which readers search for it, from the ``tags`` of its header.
         defects: what a finished notebook does not print.
     """
 
     title: str = ""
+    tags: Sequence[str] = ()
     summary: str = ""
     markdown: str = ""
     pictures: dict[str, bytes] = dataclasses.field(default_factory=dict)
@@ -135,7 +148,7 @@ def notebook_page(notebook: Mapping[str, Any], name: str) -> NotebookPage:
         notebook: the JSON of the file.
         name: of the file, without its ending.
     """
-    page, parts = NotebookPage(), []
+    page, parts = NotebookPage(tags=notebook.get("metadata", {}).get("tags", ())), []
     for number, cell in enumerate(notebook["cells"]):
         source = _joined(cell["source"])
         if cell["cell_type"] == "markdown":
@@ -173,18 +186,17 @@ def _output(page: NotebookPage, output: Mapping[str, Any], name: str, where: str
     if kind == "stream":
         if output["name"] == "stderr":
             page.defects.append(f"{where} writes to stderr: {_joined(output['text'])[:300]}")
-        return _as_text(_joined(output["text"]))
+        return as_text(_joined(output["text"]))
     if kind == "error":
         page.defects.append(f"{where} raised {output['ename']}: {output['evalue'][:300]}")
-        return _as_text("\n".join(output["traceback"]))
-    data, width = output["data"], output.get("metadata", {}).get("image/png", {}).get("width")
+        return as_text("\n".join(output["traceback"]))
+    data = output["data"]
     if "image/svg+xml" in data:
         page.pictures[f"{name}.svg"] = _joined(data["image/svg+xml"]).encode()
-        return f"![The figure that this cell draws]({name}.svg){{ .figure loading=lazy }}"
+        return figure(f"{name}.svg", page.pictures[f"{name}.svg"])
     if "image/png" in data:
         page.pictures[f"{name}.png"] = base64.b64decode(_joined(data["image/png"]))
-        size = f' width="{width}"' if width else ""
-        return f"![The figure that this cell draws]({name}.png){{ .figure{size} loading=lazy }}"
+        return figure(f"{name}.png", page.pictures[f"{name}.png"])
     if "text/html" in data:
         return f'<div class="output-html">{page.marked(_joined(data["text/html"]))}</div>'
     if "text/markdown" in data:
@@ -192,10 +204,27 @@ def _output(page: NotebookPage, output: Mapping[str, Any], name: str, where: str
     text = _joined(data.get("text/plain", ""))
     if re.match(r"<[\w.]*(?:Figure|Axes|object at)", text):
         page.defects.append(f"{where} shows {text[:80]}")
-    return _as_text(text)
+    return as_text(text)
 
 
-def _as_text(text: str) -> str:
+def figure(link: str, picture: bytes) -> str:
+    """A figure that code draws, as large as it says: 96 pixels of a page for an inch."""
+    at, size = picture.find(b"pHYs"), ""
+    if picture.startswith(b"\x89PNG") and at > 0:
+        scale = 96 / (0.0254 * int.from_bytes(picture[at + 4 : at + 8]))  # the file has the pixels of a metre
+        wide, high = (int.from_bytes(picture[k : k + 4]) * scale for k in (16, 20))
+        size = f' width="{wide:.0f}" height="{high:.0f}"'
+    return f"![The figure that this code draws]({link}){{ .figure{size} loading=lazy }}"
+
+
+def opened_by_clicks(html: str) -> str:
+    """A page whose figures, drawn for a wide page, are links to themselves: there they can be as large as the reader likes."""
+    figures = r'(<a [^>]*>\s*)?(<img [^>]*?src="([^"]*)"[^>]*>)'
+    return re.sub(figures, lambda found: found[0] if found[1] else f'<a class="open" href="{found[3]}">{found[2]}</a>', html)
+
+
+def as_text(text: str) -> str:
+    """What code printed, as a block."""
     fence = "`" * 5
     return f"{fence} {{ .text .output .no-copy }}\n{_ANSI.sub('', text).rstrip()}\n{fence}" if text.strip() else ""
 

@@ -1,4 +1,4 @@
-"""Draws the measured step of the front page: ``python docs/_site/step_figure.py``."""
+"""Draws the measured step of the front page, for wide screens and for narrow ones: ``python docs/_site/step_figure.py``."""
 
 import pathlib
 
@@ -22,5 +22,7 @@ def loss_fn(params: dict, batch: dict) -> jax.Array:
 
 pipe = jaxpp.Pipeline(loss_fn, optax.adamw(1e-3), num_stages=4, num_microbatches=8, schedule="1f1b")
 state = pipe.init(lambda key: model.init(key, batch["x"]), jax.random.key(0), batch)
-target = pathlib.Path(__file__).parents[1] / "assets" / "step.png"
-pipe.profile(state, batch).figure().savefig(target, dpi=150)
+profile = pipe.profile(state, batch)
+assets = pathlib.Path(__file__).parents[1] / "assets"
+profile.figure().savefig(assets / "step.png", dpi=150)
+profile.figure(width=4).savefig(assets / "step-narrow.png", dpi=150)

@@ -7,6 +7,7 @@
 #   kernelspec:
 #     display_name: Python 3
 #     name: python3
+#   tags: [checkpoint, restore, Orbax]
 # ---
 
 # %% [markdown]

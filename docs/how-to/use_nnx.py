@@ -7,6 +7,7 @@
 #   kernelspec:
 #     display_name: Python 3
 #     name: python3
+#   tags: [NNX, BatchNorm, dropout]
 # ---
 
 # %% [markdown]
@@ -18,6 +19,8 @@
 # keys) are model state.
 
 # %%
+import warnings
+
 import jax
 import numpy as np
 import optax
@@ -70,7 +73,11 @@ def loss_fn(params, rest, batch):
     return loss, (nnx.state(model, nnx.Not(nnx.Param)), {})
 
 
+# %% [markdown]
+# Each microbatch is normalised with its own statistics, and jaxpp says so. That is what we want here.
+
 # %%
+warnings.filterwarnings("ignore", category=jaxpp.MicrobatchWarning)
 pipe = jaxpp.Pipeline(loss_fn, optax.adam(3e-3), num_stages=4, has_state=True)
 state = pipe.init((params, rest), batch)
 print(pipe.stages)

@@ -107,7 +107,8 @@ print("bubble:", sum(result.idle), "/", 4 * result.makespan, "=", result.bubble_
 
 # %%
 sizes = range(1, 13)
-bubbles = [jaxpp.schedule.simulate(jaxpp.schedule.make("naive", num_ranks=p, num_microbatches=1)).bubble_fraction for p in sizes]
+schedules = [jaxpp.schedule.make("naive", num_ranks=p, num_microbatches=1) for p in sizes]
+bubbles = [jaxpp.schedule.simulate(schedule).bubble_fraction for schedule in schedules]
 np.testing.assert_allclose(bubbles, [(p - 1) / p for p in sizes])
 fig, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
 axes.bar(sizes, 1 - np.array(bubbles), color="#0072B2", label="working")

@@ -195,7 +195,8 @@ by_stages = {}
 for num_stages, options in {2: {}, 3: {"schedule": "gpipe"}}.items():
     pipe = pipeline(num_stages, **options)
     resumed = resume(pipe)
-    print(f"{num_stages} stages on {len({leaf.device for leaf in jax.tree.leaves(resumed.params)})} devices, step {resumed.step}")
+    devices = {leaf.device for leaf in jax.tree.leaves(resumed.params)}
+    print(f"{num_stages} stages on {len(devices)} devices, step {resumed.step}")
     _, by_stages[num_stages] = train(pipe, resumed, until=80)
     np.testing.assert_allclose(by_stages[num_stages], losses[40:], rtol=1e-4)
 

@@ -1,14 +1,16 @@
 """The pages tell the truth: their code runs as a reader would paste it and prints what stands below. ``.ci/lint`` checks links.
 
-A block fenced as ``python`` (or ``python title="jaxpp"``) is ours and runs. A block with the title ``train.py, ...`` is a part of a
-script for several hosts; the parts of a page run in two processes. Code of other libraries is fenced as
-``{ .python title="..." }``, with the version for which it was written, and does not run. Notebooks and recipes are run by
-``.ci/docs``, which also runs the tests marked ``pages`` and builds the pages strictly.
+A block fenced as ``python`` (or ``python title="jaxpp"``) is ours and runs, and the page shows what it printed and drew. A block
+with the title ``train.py, ...`` is a part of a script for several hosts; the parts of a page run in two processes. Code of other
+libraries is fenced as ``{ .python title="..." }``, with the version for which it was written, and does not run. Notebooks and
+recipes are run by ``.ci/docs``, which also runs the tests marked ``pages`` and builds the pages strictly.
 """
 
 import contextlib
 import importlib
 import importlib.util
+import inspect
+import io
 import os
 import pathlib
 import re
@@ -24,9 +26,9 @@ import jaxpp
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+sys.path.insert(0, str(DOCS / "_site"))  # what makes the pages is no package
+blocks, pages = importlib.import_module("blocks"), importlib.import_module("pages")
 PAGES = sorted(DOCS.rglob("*.md"))
-OURS = r'^```python(?: title="jaxpp")?\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?'
-"""A block, and the output that stands below it."""
 SCRIPT = r'^``` \{ \.python title="train\.py, on (every host|a laptop)" \}\n(.*?)^```$'
 """A part of a script for several hosts, or what stands in the place of ``jax.distributed.initialize()`` on a laptop."""
 
@@ -36,28 +38,18 @@ def name_of(page):
 
 
 def with_code():
-    return [page for page in PAGES if re.search(OURS, page.read_text(), re.DOTALL | re.MULTILINE)]
+    return [page for page in PAGES if blocks.blocks_of(page.read_text())]
 
 
 @pytest.mark.pages
 @pytest.mark.parametrize("page", with_code(), ids=name_of)
 def test_the_blocks_of_a_page_pasted_in_order_run_and_print_what_stands_below_them(page, tmp_path):
-    # Only jaxpp is installed there: the models, experiments and tests beside it are not.
-    (tmp_path / "installed").mkdir()
-    (tmp_path / "installed" / "jaxpp").symlink_to(ROOT / "jaxpp")
-    blocks = re.findall(OURS, page.read_text(), re.DOTALL | re.MULTILINE)
-    mark = "-- the next block --"
-    code = f"\nprint({mark!r})\n".join(block for block, _ in blocks)
     cached = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
     cached["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir  # as in conftest.py
-    environment = {**os.environ, **cached, "PYTHONPATH": str(tmp_path / "installed"), "MPLBACKEND": "agg"}
-    arguments = [sys.executable, "-W", "error::UserWarning", "-c", code]
-    run = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    printed = run.stdout.split(f"{mark}\n")
-    assert len(printed) == len(blocks)
-    for found, (block, expected) in zip(printed, blocks, strict=True):
-        assert not expected or found.rstrip() == expected.rstrip(), block
+    ran = blocks.run(page.read_text(), tmp_path, ROOT / "jaxpp", cached)
+    for (code, expected), block in zip(blocks.blocks_of(page.read_text()), ran, strict=True):
+        assert not expected or block["printed"] == expected.rstrip(), code
+    blocks.keep(ran, name_of(page), ROOT / "build" / "blocks")  # for the pages
 
 
 @pytest.mark.pages
@@ -120,6 +112,39 @@ def public_name(name):
     return re.sub(r"(\.\w+)\1$", r"\1", name)
 
 
+def test_a_block_is_shown_with_what_it_printed_and_drew(tmp_path):
+    page = 'Text.\n\n```python\nprint(1 + 1)\n```\n\n```python\nprint("a")\n```\n\n```text\na\n```\n\n```python\n'
+    page += 'open("figure.gif", "w").write("hello")\n```\n\nEnd.\n'
+    blocks.keep(blocks.run(page, tmp_path, ROOT / "jaxpp", {}), "guide/name.md", tmp_path / "kept")
+    ran = blocks.kept(tmp_path / "kept")["guide/name.md"]
+    shown = blocks.with_outputs(page, ran, "guide/name.md")
+    assert "```python\nprint(1 + 1)\n```\n\n````` { .text .output .no-copy }\n2\n`````\n" in shown
+    assert shown.count('print("a")\n```\n\n```text\na\n```\n') == shown.count("\na\n") == 1  # it stands in the page
+    assert "```\n\n![The figure that this code draws](name/figure.gif){ .figure loading=lazy }\n\nEnd.\n" in shown
+    assert ran[2]["figures"] == {"figure.gif": "aGVsbG8="}
+
+
+def test_output_is_not_shown_below_other_code_than_what_printed_it(tmp_path):
+    ran = blocks.run("```python\nprint(1)\n```\n", tmp_path, ROOT / "jaxpp", {})
+    with pytest.raises(ValueError, match="not what ran"):
+        blocks.with_outputs("```python\nprint(2)\n```\n", ran, "name.md")
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        blocks.run("```python\n1 / 0\n```\n", tmp_path / "other", ROOT / "jaxpp", {})
+
+
+def test_the_moving_schedule_of_the_front_page_is_what_its_code_draws():
+    drawing = importlib.import_module("schedule_picture")
+    assert drawing.front_page() == drawing.TARGET.read_text()
+
+
+def test_a_moving_schedule_has_a_bar_for_each_action_that_grows_while_it_runs():
+    run = jaxpp.schedule.simulate(jaxpp.schedule.make("gpipe", num_ranks=2, num_microbatches=2))
+    drawn = importlib.import_module("schedule_picture").picture(run)
+    assert re.findall(r'animation-name:(b[\d-]+)"', drawn) == [f"b{bar.start:g}-{bar.end:g}" for bar in run.bars]
+    # Rank 1 begins its first backward at 3 of 9 units of 0.25 s, and at the end are 2 s of rest.
+    assert "@keyframes b3-5{0%,17.65%{transform:scaleX(0)}29.41%,to{transform:none}}" in drawn
+
+
 def test_every_name_of_ours_that_a_page_links_exists():
     linked = {name: page for page in PAGES for name in re.findall(r"\]\[(jaxpp[\w.]*)\]", page.read_text())}
     for name, page in linked.items():
@@ -139,15 +164,6 @@ def test_the_reference_has_every_public_name():
     assert shown == public - set(modules) - tools - twice
 
 
-def site_module(name):
-    """A module of docs/_site, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"site_{name}", DOCS / "_site" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 def code_cell(source, *outputs):
     return {"cell_type": "code", "source": source, "outputs": list(outputs)}
 
@@ -161,12 +177,44 @@ def result(**data):
     return {"output_type": "execute_result", "data": shown, "metadata": {}}
 
 
+def parameters_told(documentation):
+    """The parameters in the section ``Args`` of a docstring, in order."""
+    section = re.search(r"^Args:\n((?:    .*\n?|\s*\n)+)", inspect.cleandoc(documentation or ""), re.MULTILINE)
+    return re.findall(r"^    \*{0,2}(\w+):", section[1], re.MULTILINE) if section else []
+
+
+def test_parameters_are_told_in_the_order_of_the_signature():
+    told = {}
+    for module in map(importlib.import_module, ("jaxpp", "jaxpp.schedule", "jaxpp.observe")):
+        for name, value in ((name, getattr(module, name)) for name in module.__all__):
+            members = [getattr(value, name, None) for name in dir(value) if name[0] != "_"] if inspect.isclass(value) else []
+            told |= {f: (name, parameters_told(f.__doc__)) for f in (value, *members) if inspect.isclass(f) or inspect.isroutine(f)}
+    told = {function: (name, found) for function, (name, found) in told.items() if found}
+    assert len(told) > 30
+    for function, (name, found) in told.items():
+        assert found == [parameter for parameter in inspect.signature(function).parameters if parameter in found], name
+
+
+def test_the_page_of_the_pipeline_has_all_its_members_init_and_step_first():
+    members = re.findall(r"^ +- (\w+)$", (DOCS / "reference" / "pipeline.md").read_text(), re.MULTILINE)
+    assert members[:2] == ["init", "step"]
+    assert sorted(members) == sorted(name for name in dir(jaxpp.Pipeline) if name[0] != "_")
+
+
+def test_every_public_class_has_a_page_of_the_reference_to_itself():
+    for module in map(importlib.import_module, ("jaxpp", "jaxpp.schedule", "jaxpp.observe")):
+        for name in (name for name in module.__all__ if inspect.isclass(getattr(module, name))):
+            if not issubclass(getattr(module, name), Exception):  # errors and warnings are on one page
+                page = DOCS / "reference" / f"{name.lower()}.md"
+                assert re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE) == [f"{module.__name__}.{name}"]
+
+
 def test_a_notebook_becomes_a_page_with_its_code_its_text_and_its_pictures():
     title = {"cell_type": "markdown", "source": ["# A title\n", "\n", "What it does. And more:\n", "- one\n"]}
     cells = [title, code_cell("print(1)", stream("1\n"), stream("2\n")), code_cell("fig", result(image_png="aGVsbG8="))]
     cells.append(code_cell("table", result(text_html="<table></table>", text_plain="a table")))
-    page = site_module("pages").notebook_page({"cells": cells}, "name")
-    assert (page.title, page.summary) == ("A title", "What it does.")
+    page = pages.notebook_page({"cells": cells, "metadata": {"tags": ["a word"]}}, "name")
+    assert (page.title, page.summary, page.tags) == ("A title", "What it does.", ["a word"])
     assert page.markdown.startswith("# A title\n\nWhat it does. And more:\n\n- one")
     assert "```python\nprint(1)\n```\n\n````` { .text .output .no-copy }\n1\n2\n`````" in page.markdown
     assert page.pictures == {"name/2_0.png": b"hello"}
@@ -177,16 +225,29 @@ def test_a_notebook_becomes_a_page_with_its_code_its_text_and_its_pictures():
     assert not page.defects
 
 
+def test_a_figure_is_as_large_on_the_page_as_it_was_drawn():
+    out = io.BytesIO()
+    jaxpp.schedule.make("gpipe", num_ranks=2, num_microbatches=2).figure(width=6).savefig(out)
+    high = re.search(r'\(a\.png\){ \.figure width="576" height="(\d+)" loading=lazy }$', pages.figure("a.png", out.getvalue()))
+    assert 100 < int(high[1]) < 300  # two rows, the key and the axis
+
+
+def test_figures_are_links_to_themselves_but_pictures_in_links_are_not():
+    linked = '<a href="page.html"> <img alt="b" src="b.png"></a>'
+    found = pages.opened_by_clicks(f'<p><img alt="a" src="a.png" /></p>{linked}')
+    assert found == f'<p><a class="open" href="a.png"><img alt="a" src="a.png" /></a></p>{linked}'
+
+
 def test_the_summary_of_a_chapter_is_its_takeaway():
     text = {"cell_type": "markdown", "source": "# A title\n\nFirst, a story.\n\n## Takeaway\n\nIt is *so*. And so on."}
-    assert site_module("pages").notebook_page({"cells": [text]}, "name").summary == "It is *so*."
+    assert pages.notebook_page({"cells": [text]}, "name").summary == "It is *so*."
 
 
 def test_what_a_finished_notebook_does_not_print_is_a_defect():
     cells = [code_cell("f()", stream("UserWarning: no\n", "stderr")), code_cell("fig", result(text_plain="<Figure size 640x480>"))]
     cells.append(code_cell("g()", {"output_type": "error", "ename": "ValueError", "evalue": "no", "traceback": []}))
     cells += [code_cell(""), {"cell_type": "markdown", "source": "It is $$\\frac{p}{2}$$."}]
-    page = site_module("pages").notebook_page({"cells": cells}, "name")
+    page = pages.notebook_page({"cells": cells}, "name")
     assert [defect.split(":")[0] for defect in page.defects] == [
         "cell 0 writes to stderr",
         "cell 1 shows <Figure size 640x480>",
@@ -198,15 +259,15 @@ def test_what_a_finished_notebook_does_not_print_is_a_defect():
 
 def test_folded_answers_are_markdown_and_fences_stay_as_they_are():
     text = "Why:\n- so\n\n<details>\n<summary>Answer</summary>\n\n**Because**\n\n</details>\n\n```text\na:\n- b\n```"
-    changed = site_module("pages").for_pages(text)
+    changed = pages.for_pages(text)
     assert changed.startswith('Why:\n\n- so\n\n<details markdown="1"><summary>')
     assert changed.endswith("```text\na:\n- b\n```")
 
 
 def test_links_of_included_documents_lead_to_pages():
-    pages = {"jaxpp/plan/lower.py": "source/lower.py.md", "experiments/lm/main.py": "source/main.py.md"}
+    shown = {"jaxpp/plan/lower.py": "source/lower.py.md", "experiments/lm/main.py": "source/main.py.md"}
     fenced = "\n\n```sh\npython `main.py`\n```\n"
     text = "[a](../../jaxpp/plan/lower.py), `main.py`, `jaxpp/plan/lower.py`, [b](https://example.org)" + fenced
-    found = site_module("pages").linked(text, "experiments/lm", "experiments/lm.md", pages.get)
+    found = pages.linked(text, "experiments/lm", "experiments/lm.md", shown.get)
     links = "[a](../source/lower.py.md), [`main.py`](../source/main.py.md), [`jaxpp/plan/lower.py`](../source/lower.py.md)"
     assert found == f"{links}, [b](https://example.org){fenced}"

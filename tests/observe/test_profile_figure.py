@@ -208,6 +208,14 @@ def test_all_that_is_written_lies_on_the_page_and_apart(name, ranks, microbatche
     )
 
 
+@pytest.mark.parametrize("draw", [profile_figure, pebble_pair], ids=lambda f: f.__name__)
+def test_long_titles_of_narrow_figures_are_folded(draw):
+    schedule, measured, simulated = synthetic("1f1b", 2, 4)
+    shorter = [bar._replace(start=0.1 * bar.start, end=0.1 * bar.end) for bar in simulated]
+    memory = [[]] if draw == profile_figure else []
+    assert_apart(draw("", titled(measured, shorter), *memory, schedule.stage_to_rank, width=4))
+
+
 def test_a_device_of_many_ranks_has_its_name_on_as_many_lines_as_it_takes():
     schedule, measured, simulated = synthetic("1f1b", 2, 4)
     names = [f"cpu:{k} (ranks {', '.join(map(str, range(k, 40, 2)))})" for k in (0, 1)]

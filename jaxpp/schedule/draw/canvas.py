@@ -160,6 +160,11 @@ def fit_page(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel]) -> N
     figure.set_layout_engine("none")
 
 
+def folded(title: str, axes: Axes) -> str:
+    """The title of a panel in as many lines as it needs."""
+    return textwrap.fill(title, max(20, int(12 * (axes.figure.get_figwidth() - _BESIDE))))
+
+
 def points_of(axes: Axes) -> tuple[float, float]:
     """Points of a unit of x and of a unit of y, once the figure has been laid out."""
     box, scale = axes.get_window_extent(), 72 / axes.figure.dpi

@@ -91,7 +91,7 @@ def _figure(
     figure, axes = canvas.page(heading, key, panels, inches, unit)
     bars: list[list[Look]] = []
     for part, line, residuals, end in zip(axes, timelines, alive, across, strict=True):
-        part.set_title(scaled(line.title, end, across[0]), loc="left", size=9, weight="bold", color=INK)
+        part.set_title(canvas.folded(scaled(line.title, end, across[0]), part), loc="left", size=9, weight="bold", color=INK)
         bars.append(_draw(part, line, residuals, stage_to_rank, points / end, countable=countable))
     canvas.fit_page(figure, axes, panels)
     for part, line, residuals, step in zip(axes, timelines, alive, steps, strict=True) if countable else ():

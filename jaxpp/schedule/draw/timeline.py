@@ -136,5 +136,5 @@ def draw_timeline(axes: Axes, line: Timeline, stage_to_rank: Sequence[int], scal
     draw_boxes(axes, [(*inside(rank), start, end) for rank, start, end in line.rest], _REST, "rest")
     draw_boxes(axes, [(rank + 0.94, 0.1, start, end) for rank, start, end in line.sends], _SENT, "sends")
     axes.set_ylabel("rank", size=9, color=INK)
-    axes.set_title(line.title, loc="left", size=9, weight="bold", color=INK)
+    axes.set_title(canvas.folded(line.title, axes), loc="left", size=9, weight="bold", color=INK)
     return bars
