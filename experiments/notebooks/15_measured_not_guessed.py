@@ -166,7 +166,8 @@ copies = [jax.device_put((weights, jnp.ones((64, WIDTH))), device) for device in
 one = seconds(forward_and_backward, *copies[0])
 four = seconds(lambda: [forward_and_backward(*copy) for copy in copies])
 costs["capacity"] = min(max(4 * one / four, 1), 4)
-print(f"one device {one * 1e3:.2f} ms, four at once {four * 1e3:.2f} ms: as fast as {costs['capacity']:.1f} devices of their own")
+print(f"one device {one * 1e3:.2f} ms, four at once {four * 1e3:.2f} ms")
+print(f"as fast as {costs['capacity']:.1f} devices of their own")
 repaired["+ shared cores"] = {m: step_time(m, **costs) for m in predicted}
 
 # %% [markdown]

@@ -248,14 +248,12 @@ class Ring:
         by_stage = [[k for k, owner in enumerate(owners) if owner == stage] for stage in sorted(set(owners))]
         self._by_stage = [(mine, tuple(axes[k] for k in mine)) for mine in by_stage]
         self.num_kept = num_kept  # carries beside those of the groups
-        self._prefix: list[Array] | None = None  # of a prompt that comes again: the carry before its last token
+        self._prefix: list[Array] = []  # of a prompt that comes again: the carry before its last token
         self._tokens_home = alone.engine.placement.places[-1].home(Ref(Role.AUX, shared=True))
 
     def prefill(self, prompt: Continuation, observer: Observer | None) -> tuple[list[Array], NextToken]:
         """Run a prompt through the stages in chunks, in a carry of its own: the carry, and the first token."""
-        begun = self._prefix if prompt.again else self._empty
-        assert begun is not None, "the prompt before was the same"
-        carry = self._on_each_stage(_copies, begun)
+        carry = self._on_each_stage(_copies, self._prefix if prompt.again else self._empty)
         carry[self._key_leaf] = put(_sequence_key(self._key, np.uint32(prompt.prompt)), self._homes[self._key_leaf])
         if self._max_length is not None and not prompt.again:
             there = np.full(self._max_length, -1, np.int32)
@@ -265,7 +263,7 @@ class Ring:
         drawn, start = None, len(prompt.tokens) - sum(prompt.chunks)
         for size in prompt.chunks:
             if start == len(prompt.tokens) - 1 and prompt.repeated != prompt.again:  # the first of equal prompts, or the last
-                self._prefix = self._on_each_stage(_copies, carry) if prompt.repeated else None
+                self._prefix = self._on_each_stage(_copies, carry) if prompt.repeated else []
             carry, drawn = self.alone(carry, np.array(prompt.tokens[None, start : start + size], np.int32), observer)
             start += size
         assert drawn is not None, "a prompt has a token"
