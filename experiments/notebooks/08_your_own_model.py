@@ -224,8 +224,8 @@ plt.show()
 # %% [markdown]
 # You need not write the plain loop to be sure. `pipe.verify` makes one step both ways, compares the loss, every gradient, every
 # updated parameter and the optimizer state, and raises an error that names the first leaf that differs. It returns what it
-# compared, and the state stays as it is. It is the first thing to call with a model of your own. The whole model has to fit on one device for that,
-# so verify a small version of a large model.
+# compared, and the state stays as it is. It is the first thing to call with a model of your own. The whole model has to fit on one
+# device for that, so verify a small version of a large model.
 
 # %%
 pipe.verify(state, batch)

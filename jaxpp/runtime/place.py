@@ -302,7 +302,8 @@ def devices_warning(schedule: Schedule, places: Sequence[Place], data_parallel: 
     elif by_name and ranks < stages and stages * data_parallel == len(devices):
         where, rule = f"schedule={schedule.name!r}", "it has several stages on a rank, and a rank has a device"
         idle = len(devices) - ranks * data_parallel
-        got = f"{stages} stages on {ranks} ranks: {idle} of {len(devices)} devices have nothing to do"
+        have = "has" if idle == 1 else "have"
+        got = f"{stages} stages on {ranks} rank{'s' * (ranks > 1)}: {idle} of {len(devices)} devices {have} nothing to do"
         these = f"devices=jax.devices()[:{ranks * data_parallel}]"
         fix = f"pass num_stages={stages * stages // ranks} to use all; or {these} to use no more"
     else:

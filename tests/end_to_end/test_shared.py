@@ -148,7 +148,7 @@ REFUSED = {
             "out of shared=(...)",
         ],
     ),
-    "nested lists": ({"shared": ()}, [[0.5] * 30] * 30, ["a list of 30 numbers", "and 20 more", "make arrays of the lists"]),
+    "nested lists": ({"shared": ()}, [[0.5] * 30] * 30, ["a list of 30 lists of 30 numbers", "make arrays of the lists"]),
     "a flat batch of graphs": (
         {"shared": ()},
         {"nodes": np.ones((9, 4)), "edges": np.ones((20, 4)), "n": np.ones(3)},

@@ -14,6 +14,7 @@ from flax import nnx
 
 import jaxpp
 from jaxpp.errors import ArgumentError, InitError, ParamsError
+from jaxpp.options import Options
 from jaxpp.verify import compare, oracle
 
 RNG = np.random.default_rng(0)
@@ -251,50 +252,58 @@ def test_a_loss_that_cannot_be_hashed_runs():
     compare("loss", pipe.evaluate(state, BATCH, loss_fn=loss).loss, oracle(loss_fn, PARAMS, BATCH, None, 4)[0])
 
 
-def deep(params, batch):
-    return functools.reduce(lambda x, w: jnp.tanh(x @ w), params, batch)
-
-
-def told_of_devices(**options):
-    params, batch = [jnp.eye(4)] * options["num_stages"], jnp.ones((80, 4))
+def told_of_devices(monkeypatch, count, **options):
+    """What is said of so many devices by a pipeline, by gradients and by a function."""
+    known = jax.devices()[:count]
+    monkeypatch.setattr(jax, "devices", lambda *_: known)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        jaxpp.Pipeline(lambda *given: deep(*given).mean(), optax.sgd(0.1), **options).init(params, batch)
-        if "data_parallel" not in options:
-            jaxpp.value_and_grad(lambda *given: deep(*given).mean(), **options)(params, batch)
-        jaxpp.Forward(deep, **{k: v for k, v in options.items() if k != "schedule"}).init(params, batch)
+        jaxpp.Pipeline(loss_fn, optax.sgd(0.1), **options).init(PARAMS, BATCH)
+        jaxpp.value_and_grad(loss_fn, **options)(PARAMS, BATCH)
+        if "schedule" not in options:
+            jaxpp.Forward(lambda params, batch: jnp.tanh(batch["x"] @ params["a"]) @ params["b"], **options).init(PARAMS, BATCH)
+    caught = [each for each in caught if each.category is not jaxpp.UnevenStagesWarning]
     assert all(each.category is jaxpp.DevicesWarning and each.filename == __file__ for each in caught)
     return [str(each.message) for each in caught]
 
 
-def test_too_few_devices_that_nobody_named_are_told_with_the_line_to_write():
-    told = told_of_devices(num_stages=16)
+def test_too_few_devices_that_nobody_named_are_told_with_the_line_to_write(monkeypatch):
+    told = told_of_devices(monkeypatch, 1, num_stages=2)
     assert told == [told[0]] * 3
     assert told[0] == (
-        "num_stages=16: each rank of a pipeline has a device of its own.\n"
-        "  Got: 16 wanted, and jax.devices() has 8: ranks that share one take turns.\n"
-        '  Fix: write jax.config.update("jax_num_cpu_devices", 16) before JAX is first used; '
+        "num_stages=2: each rank of a pipeline has a device of its own.\n"
+        "  Got: 2 wanted, and jax.devices() has 1: ranks that share one take turns.\n"
+        '  Fix: write jax.config.update("jax_num_cpu_devices", 2) before JAX is first used; '
         "or pass devices=jax.devices(), if they shall share."
     )
-    assert '("jax_num_cpu_devices", 10)' in told_of_devices(num_stages=5, data_parallel=2)[0]
-    for silent in ({"num_stages": 8}, {"num_stages": 16, "devices": jax.devices()}, {"num_stages": 4, "data_parallel": 2}):
-        assert not told_of_devices(**silent)
 
 
-def test_devices_that_a_schedule_by_name_leaves_idle_are_told():
-    (told, again) = told_of_devices(num_stages=8, schedule="interleaved")
-    assert (
-        told
-        == again
-        == (
-            "schedule='interleaved': it has several stages on a rank, and a rank has a device.\n"
-            "  Got: 8 stages on 4 ranks: 4 of 8 devices have nothing to do.\n"
-            "  Fix: pass num_stages=16 to use all; or devices=jax.devices()[:4] to use no more."
-        )
+def test_devices_that_a_schedule_by_name_leaves_idle_are_told(monkeypatch):
+    (told, again) = told_of_devices(monkeypatch, 2, num_stages=2, schedule="interleaved")
+    assert told == again
+    assert told == (
+        "schedule='interleaved': it has several stages on a rank, and a rank has a device.\n"
+        "  Got: 2 stages on 1 rank: 1 of 2 devices has nothing to do.\n"
+        "  Fix: pass num_stages=4 to use all; or devices=jax.devices()[:1] to use no more."
     )
-    made = jaxpp.schedule.make("interleaved", num_ranks=4, num_microbatches=8)
-    for silent in ({"schedule": made, "num_microbatches": 8}, {"schedule": "interleaved", "devices": jax.devices()[:4]}):
-        assert not told_of_devices(num_stages=8, **silent)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_stages": 8}, ""),
+        ({"num_stages": 16, "devices": jax.devices()}, ""),
+        ({"num_stages": 4, "data_parallel": 2}, ""),
+        ({"num_stages": 5, "data_parallel": 2}, '("jax_num_cpu_devices", 10)'),
+        ({"num_stages": 8, "schedule": "interleaved"}, "8 stages on 4 ranks: 4 of 8 devices have nothing to do"),
+        ({"num_stages": 4, "schedule": "interleaved"}, ""),
+        ({"num_stages": 8, "schedule": "interleaved", "devices": jax.devices()[:4]}, ""),
+        ({"num_stages": 8, "schedule": jaxpp.schedule.make("interleaved", num_ranks=4, num_microbatches=8)}, ""),
+    ],
+)
+def test_devices_are_told_of_where_nobody_named_them(options, told):
+    warning = Options.of(loss_fn, num_microbatches=8, **options).devices_warning
+    assert told in str(warning) if told else warning is None
 
 
 class Normed(nn.Module):

@@ -611,7 +611,7 @@ RULES = {
 
 
 @pytest.mark.parametrize(
-    ("rule", "group_size"), [("a penalty", 1), ("a function", 2), pytest.param("a penalty", 2, marks=pytest.mark.long)]
+    ("rule", "group_size"), [("a function", 2), *(pytest.param("a penalty", size, marks=pytest.mark.long) for size in (1, 2))]
 )
 def test_a_rule_that_reads_what_a_sequence_has_had_draws_what_a_loop_draws(two_stages, rule, group_size):
     forward, params = two_stages
@@ -624,6 +624,7 @@ def test_a_rule_that_reads_what_a_sequence_has_had_draws_what_a_loop_draws(two_s
     assert wanted != [each.tokens for each in loop(SMALL, prompts, 7, plain, key)]
 
 
+@pytest.mark.long
 def test_a_rule_that_reads_what_there_was_needs_to_know_how_long_a_sequence_may_be():
     decoder = MODELS["recurrent"]()
     forward, params = decoder.forward(1)

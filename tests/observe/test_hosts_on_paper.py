@@ -147,6 +147,7 @@ def test_a_schedule_that_there_is_none_of_is_left_out_and_said():
     assert line.split()[-2:] == ["-", "-"]
 
 
+@pytest.mark.long
 def test_the_command_prints_the_table_draws_the_figure_and_writes_the_line_of_json(monkeypatch, capsys, tmp_path):
     figure, path = tmp_path / "folder" / "paper.png", tmp_path / "results.jsonl"
     arguments = f"on_paper --hosts 1 2 --gpus 2 --microbatches 4 --schedules 1f1b zb-h1 --figure {figure} --json {path}"

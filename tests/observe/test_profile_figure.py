@@ -59,7 +59,7 @@ def area(axes, kind, row):
     return total, min(heights), max(heights)
 
 
-SIZES = [("1f1b", 2, 4), ("zb-v", 4, 8), pytest.param("1f1b", 8, 32, marks=pytest.mark.long)]
+SIZES = [("1f1b", 2, 4), pytest.param("zb-v", 4, 8, marks=pytest.mark.long), pytest.param("1f1b", 8, 32, marks=pytest.mark.long)]
 LARGE = [pytest.param(*size, marks=pytest.mark.long) for size in (("gpipe", 2, 24), ("1f1b", 16, 16))]
 
 

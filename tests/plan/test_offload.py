@@ -29,7 +29,7 @@ CASES = {"mlp": (mlp_case, 6), "gpt": (functools.partial(gpt_case, batch_size=8)
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "v-min")
 EACH = [(name, schedule) for name in CASES for schedule in SCHEDULES]
 SLOW = [("gpt", schedule) for schedule in SCHEDULES if schedule not in ("1f1b", "zb-v")]
-SHORT = [("mlp", "1f1b"), ("mlp", "zb-h1")]
+SHORT = [("mlp", "zb-h1")]
 RUNS = [pytest.param(*run, marks=pytest.mark.slow if run in SLOW else pytest.mark.long if run not in SHORT else ()) for run in EACH]
 HOSTED = "pinned_host"
 

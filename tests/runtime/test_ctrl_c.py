@@ -276,7 +276,7 @@ CASES = {
     "compiling, in Python's pools": Case(Compiling, in_pools, 60, 20),
     "a profile, where its trace begins and ends": Case(Profiles, around_the_profiler, 30, 15),
 }
-LONG = ("a step of a bank", "init and a step", "a stream", "a generation")
+LONG = ("compiling, in Python's pools", "a step of a bank", "init and a step", "a stream", "a generation")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name.startswith(LONG) else ()) for name in CASES])

@@ -40,7 +40,7 @@ def owned(loss, params, **options):
     ("loss", "params"),
     [
         pytest.param(loss_fn, PARAMS, id="layers", marks=pytest.mark.long),
-        pytest.param(looped, {"layers": jnp.stack(PARAMS)}, id="loop"),
+        pytest.param(looped, {"layers": jnp.stack(PARAMS)}, id="loop", marks=pytest.mark.long),
     ],
 )
 def test_a_slow_part_of_the_model_gets_fewer_layers(loss, params, monkeypatch):

@@ -227,6 +227,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.long
 def test_names_of_all_kinds_come_back_exactly(tmp_path):
     bank = bank_of(*NAMES)
     manifest = through_json(bank.save(tmp_path))
@@ -453,7 +454,8 @@ def random_damage(manifest, seed):
     return wrong
 
 
-@pytest.mark.parametrize("start", [0, *(pytest.param(k, marks=pytest.mark.long) for k in (20, 320, 620, 920))])
+@pytest.mark.parametrize("start", [0, 20, 320, 620, 920])
+@pytest.mark.long
 def test_random_damage_of_a_manifest_is_one_clear_error_and_the_bank_is_as_before(start, tmp_path):
     dog = {"a": (np.ones(4, "f"), [np.ones(1, "f")])}
     trees = {"cat": {"w": np.ones((2, 3), "f"), "none": np.zeros((0, 2), "f")}, ("dog", 1): dog}
