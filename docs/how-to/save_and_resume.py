@@ -157,7 +157,8 @@ assert_same_bits(state, wanted)
 # %%
 with open_manager(folder) as manager:
     for name, num_stages in {"gpipe": 1, "1f1b": 2, "zb-v": 4}.items():  # zb-v: two stages on each of two devices
-        pipe = jaxpp.Pipeline(loss_fn, optimizer, num_stages=num_stages, num_microbatches=4, schedule=name)
+        given = {"num_stages": num_stages, "num_microbatches": 4, "schedule": name, "devices": jax.devices()[:2]}
+        pipe = jaxpp.Pipeline(loss_fn, optimizer, **given)
         resumed = begin_or_continue(pipe, manager)
         assert_same_bits(resumed, state)
         resumed, metrics = pipe.step(resumed, batch_of(20), jax.random.fold_in(key, 20))
