@@ -288,7 +288,7 @@ def test_a_pipeline_without_a_mesh_communicates_nothing_inside_its_stages():
 @pytest.mark.long
 def test_ranks_share_sub_meshes_if_there_are_fewer():
     case = mlp_case(batch_size=16)
-    pipe = pipeline(case, num_stages=4, data_parallel=4, shardings=None)
+    pipe = pipeline(case, num_stages=4, data_parallel=4, shardings=None, devices=jax.devices())
     state = pipe.init(case.params, case.batch)
     assert len({str(stage.device) for stage in pipe.stages}) == 2
     pipe.verify(state, case.batch)

@@ -54,6 +54,7 @@ def test_one_microbatch_after_the_other_crosses_every_link_twice(layout):
         assert row.seconds == pytest.approx(row.microbatches * way)
 
 
+@pytest.mark.long
 def test_slower_links_and_a_slower_host_never_shorten_a_step():
     config = dataclasses.replace(SMALL, schedules=("1f1b", "interleaved", "zb-h1", "zb-v"), microbatches=(16,))
     slower = {"host_link": 4.0, "gpu_link": 4.0, "host_latency": 2e3, "gpu_latency": 2e3, "dispatch": 5e3, "passing": 5e3}

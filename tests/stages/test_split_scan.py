@@ -208,7 +208,9 @@ def test_an_optimizer_that_looks_at_more_than_rows_is_refused(optimizer, line):
         pytest.param(optax.sgd(0.1, momentum=0.9), marks=pytest.mark.long),
         pytest.param(optax.lion(1e-3), marks=pytest.mark.long),
         optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p))),
-        optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(0.1)}, {"w": "a", "shared": "b"}),
+        pytest.param(
+            optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(0.1)}, {"w": "a", "shared": "b"}), marks=pytest.mark.long
+        ),
         pytest.param(
             optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100), mask={"w": True, "shared": False}),
             marks=pytest.mark.long,

@@ -862,6 +862,7 @@ def test_an_interrupt_while_sets_are_replaced_comes_after_the_last_of_them(tmp_p
     assert bank.save(tmp_path) == manifest
 
 
+@pytest.mark.long
 def test_jaxpp_does_not_import_orbax_and_writes_nothing_to_standard_error(tmp_path):
     code = "\n".join(
         [
