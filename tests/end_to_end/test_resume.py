@@ -33,7 +33,7 @@ BITS = {
 CLOSE = {
     "one stage": {"num_stages": 1},
     "three stages": {"num_stages": 3},
-    "eight stages on a V": {"num_stages": 8, "schedule": "zb-v"},
+    "eight stages on a V": {"num_stages": 8, "schedule": "zb-v", "devices": jax.devices()[:4]},
     "two replicas": {"num_stages": 2, "num_microbatches": 2, "data_parallel": 2},
 }
 """Other cuts, and other orders of summation."""

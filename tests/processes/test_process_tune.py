@@ -25,7 +25,8 @@ def ask(folder: str) -> None:
     me, told = jax.process_index(), []
     for _ in range(2):
         machine = Devices(loss_fn, ADAM, PARAMS, BATCH, keep=Path(folder, f"kept by {me}"))
-        answers = [[repr(machine.costs(each.family)), machine.peaks(each), machine.step(each)] for each in CANDIDATES]
+        answers = [[repr(machine.costs(each.family)), machine.peaks(each)] for each in CANDIDATES]
+        answers = [[*answer, seconds] for answer, seconds in zip(answers, machine.steps(CANDIDATES), strict=True)]
         told.append([answers, machine.num_measured, machine.remark])
     Path(folder, f"{me}.json").write_text(json.dumps(told))
 
@@ -50,7 +51,7 @@ def test_all_processes_are_told_the_same(found):
     for costs, peaks, seconds in answers:
         assert "nan" not in costs
         assert len(peaks) == 4
-        assert seconds > 0
+        assert len(seconds) >= 9 and min(seconds) > 0
 
 
 def test_what_was_measured_is_remembered_by_the_first_for_all(found, folder):
