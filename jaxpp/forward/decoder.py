@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.tracebacks import entry
@@ -99,7 +100,7 @@ def _of_linen(model: Any, max_length: int, options: tuple[tuple[str, Any], ...])
     return _Linen(model, options), _zeros(shapes["cache"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Nnx:
     """An NNX module, whose cache is a state of the type ``nnx.Cache``."""
 
@@ -113,8 +114,19 @@ class _Nnx:
         logits = model(tokens, **dict(self.options))
         return nnx.state(model, nnx.Cache), logits
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Nnx) or (self.graph, self.options) != (other.graph, other.options):
+            return False
+        ours, theirs = (list(map(_numbers, jax.tree.leaves(each.rest))) for each in (self, other))
+        return len(ours) == len(theirs) and all(map(np.array_equal, ours, theirs))
+
     def __hash__(self) -> int:
         return hash(self.graph)
+
+
+def _numbers(leaf: Any) -> np.ndarray:
+    is_key = jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 def _of_nnx(nnx: Any, model: Any, max_length: int, options: tuple[tuple[str, Any], ...]) -> tuple[ForwardFn, Tree]:

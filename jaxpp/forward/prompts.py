@@ -136,8 +136,7 @@ class Places:
         tokens, wrong = self._tokens_of(number, prompt)
         if wrong:
             raise self._refused([f"prompt {number}: {wrong}"])
-        again, repeated = (any(self._repeated[k : k + 1]) for k in (max(number, 1) - 1, number))
-        again = again and number > 0
+        again, repeated = number > 0 and any(self._repeated[number - 1 : number]), any(self._repeated[number : number + 1])
         chunks = chunk_lengths(len(tokens), self._sizes)
         if again or repeated:  # the key of a sequence is needed for its first token, which comes of the last of the prompt
             chunks = *(() if again else chunk_lengths(len(tokens) - 1, self._sizes)), 1

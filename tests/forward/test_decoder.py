@@ -85,6 +85,21 @@ def test_a_decoder_that_is_made_again_is_the_same_function_and_leaves_the_model_
     assert jaxpp.decoder(_Linen(), ROOM)[0] == jaxpp.decoder(_Linen(), ROOM)[0]
 
 
+class Drops(_Nnx):
+    """Has random keys and running statistics too, which are neither parameters nor cache."""
+
+    def __init__(self, rngs, scale=1.0):
+        super().__init__(rngs)
+        self.drop = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
+        self.statistics = nnx.BatchStat(scale * jnp.arange(3.0))
+
+
+def test_functions_of_models_with_other_state_are_equal_where_that_is():
+    one, same, other = (jaxpp.decoder(Drops(nnx.Rngs(0), scale), ROOM)[0] for scale in (1.0, 1.0, 2.0))
+    assert one == same and hash(one) == hash(same)
+    assert one not in (other, 3)
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_linen_parameters_come_with_or_without_their_collection(whole):
     model = GPT(**SIZES)
