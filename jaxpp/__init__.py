@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; ``_HOMES`` says the sa
     from jaxpp.stages.cuts.balance import UnevenStagesWarning
     from jaxpp.stages.loss.example_axis import MicrobatchWarning
     from jaxpp.stages.remat import Offload
+    from jaxpp.targets import target
     from jaxpp.tasks.bank import Bank
     from jaxpp.tuning import Tuning, tune
 
@@ -54,6 +55,7 @@ __all__ = [
     "gather",
     "observe",
     "schedule",
+    "target",
     "tune",
     "value_and_grad",
 ]
@@ -82,6 +84,7 @@ _HOMES = {
     "array_handler": "runtime.processes.trees",
     "decoder": "forward.decoder",
     "gather": "runtime.processes.trees",
+    "target": "targets",
     "tune": "tuning",
     "value_and_grad": "grad",
 }

@@ -1,0 +1,589 @@
+"""GPUs by their numbers, and devices that stand for them where there are none.
+
+Programs for a GPU can be compiled on any machine: XLA asks the GPU for nothing but numbers (cores, shared memory, caches, ...). A
+``Target`` has the numbers of one GPU: those that XLA asks for, from which ``target`` makes devices that only compile, and those
+that say how long a step takes: arithmetic by type, memory, and links.
+
+All rates are the makers' peaks: dense (many data sheets print those of sparse matrices, twice as high), at the highest clock,
+and of a link in one direction. ``Target.source`` says where a number comes from, and which are assumptions.
+"""
+
+import contextlib
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import numbers
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import jax
+from jax.experimental import topologies
+
+from jaxpp.errors import ArgumentError, shown
+from jaxpp.tables import table_lines
+from jaxpp.types import Device
+
+__all__ = ["TARGETS", "Chip", "LinkRates", "Peaks", "Target", "compiles_only", "device_name", "target", "target_of", "target_table"]
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Arithmetic in FLOP/s (int8: operations a second): of matrix products by the type of their operands, and of elementwise work.
+
+    Sums are in float32, as JAX asks for: a GeForce is twice as fast with sums in float16, which is not counted.
+    """
+
+    bfloat16: float
+    float16: float
+    tensorfloat32: float  # a product of float32 arrays at JAX's default precision
+    float32: float  # the same at precision "highest"
+    float64: float
+    float8: float | None  # None where the GPU has no such products
+    int8: float
+    vector: float  # elementwise work in float32
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Bytes a second in one direction: between two GPUs of a host, to the host's memory, and to a GPU of another host."""
+
+    peer: float
+    host: float
+    network: float
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What XLA asks about a GPU beside its memory. A core is a streaming multiprocessor."""
+
+    capability: tuple[int, int]  # compute capability, major and minor
+    cores: int
+    lanes: int  # of float32 in a core
+    clock: float  # GHz, the highest
+    l2: int  # bytes of the cache that all cores share
+    threads: int  # that a core holds
+    shared: int  # bytes of shared memory in a core
+    shared_optin: int  # bytes of it that a block may ask for
+
+
+@dataclass(frozen=True)
+class Target:
+    """One GPU by its numbers.
+
+    Attributes:
+        name: how ``target`` calls it.
+        shown: the name of its devices in tables, before the colon and the number.
+        kind: what ``device_kind`` says, the same on a real GPU as on a device that only compiles.
+        memory: bytes that a process finds there, which are fewer than are sold.
+        bandwidth: of this memory, bytes a second.
+        peaks: arithmetic.
+        links: between devices.
+        chip: what the compiler asks for.
+        sources: where numbers come from, by field (``"memory"``) or by dotted field (``"peaks.int8"``); see ``source``.
+        aliases: other spellings that ``target`` takes.
+    """
+
+    name: str
+    shown: str
+    kind: str
+    memory: int
+    bandwidth: float
+    peaks: Peaks
+    links: LinkRates
+    chip: Chip
+    sources: Mapping[str, str] = field(repr=False, compare=False)
+    aliases: tuple[str, ...] = field(default=(), repr=False)
+
+    def source(self, number: str) -> str:
+        """Where a number comes from: what is said of it, or else of the group that it stands in.
+
+        Example:
+            >>> target_of_name = {each.name: each for each in TARGETS}
+            >>> target_of_name["h100"].source("links.network")
+            'assumed: one 400 Gb/s network card for each GPU, as in a DGX H100'
+        """
+        return self.sources.get(number) or self.sources[number.partition(".")[0]]
+
+    def spec(self) -> str:
+        """The text from which XLA makes a device (a ``GpuTargetConfigProto``); it has the fewest fields that compiling needs.
+
+        XLA's own texts also have the rates of scalar and matrix units. They are left out: with and without them, the optimised HLO
+        of matrix products, of a softmax and of a transformer block's gradient is the same to the letter (for an H100, with JAX
+        0.10.2). A field that the installed plug-in does not know would make the whole text unreadable.
+        """
+        chip, (major, minor) = self.chip, self.chip.capability
+        features = "ACCELERATED_FEATURES" if major in (9, 10) else "NONE"
+        return f"""
+            gpu_device_info {{
+              name: "{self.kind}"
+              cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+              core_count: {chip.cores} fpus_per_core: {chip.lanes} clock_rate_ghz: {chip.clock}
+              device_memory_size: {self.memory} memory_bandwidth: {int(self.bandwidth)} l2_cache_size: {chip.l2}
+              threads_per_core_limit: {chip.threads} threads_per_block_limit: 1024 threads_per_warp: 32
+              shared_memory_per_core: {chip.shared} shared_memory_per_block: {48 << 10}
+              shared_memory_per_block_optin: {chip.shared_optin}
+              registers_per_core_limit: {1 << 16} registers_per_block_limit: {1 << 16}
+              block_dim_limit_x: {(1 << 31) - 1} block_dim_limit_y: {(1 << 16) - 1} block_dim_limit_z: {(1 << 16) - 1}
+              thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+              device_address_bits: 64
+              driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: 9 minor: 10 }}
+            device_description_str: "{self.kind}"
+        """
+
+
+# --- the numbers ---
+
+_TERA = 1e12
+_GIGA = 1e9
+_PCIE_4, _PCIE_5 = 32 * _GIGA, 64 * _GIGA  # sixteen lanes, one direction
+_DENSE = ", which prints the rates of sparse matrices: halved"
+_FULL_RATE = "no product of matrices in float32: the rate of elementwise work, as printed"
+_SIXTY_FOURTH = "one sixty-fourth of float32, as the Ada and Blackwell white papers say; no data sheet prints it"
+
+
+def _gib(number: float) -> int:
+    return int(number * (1 << 30))
+
+
+def _peaks(bfloat16: float, tensorfloat32: float, float32: float, float64: float, float8: float | None, int8: float) -> Peaks:
+    """Peaks from TFLOP/s; float16 is as fast as bfloat16 on all GPUs here, and elementwise work as products in float32."""
+    return Peaks(
+        bfloat16=bfloat16 * _TERA,
+        float16=bfloat16 * _TERA,
+        tensorfloat32=tensorfloat32 * _TERA,
+        float32=float32 * _TERA,
+        float64=float64 * _TERA,
+        float8=None if float8 is None else float8 * _TERA,
+        int8=int8 * _TERA,
+        vector=float32 * _TERA,
+    )
+
+
+def _xla(spec: str) -> str:
+    return f"XLA's target_config/specs/{spec}"
+
+
+def _network(gigabits: int, why: str) -> str:
+    return f"assumed: one {gigabits} Gb/s network card for each GPU{why}"
+
+
+def _data_center(sheet: str, spec: str, nvlink: str, pcie: str, network: str) -> dict[str, str]:
+    """The sources of a GPU whose text XLA has."""
+    chip = _xla(spec)
+    links = {"links.peer": f"{sheet}: {nvlink}", "links.host": f"{sheet}: {pcie}", "links.network": network}
+    return {"memory": chip, "bandwidth": chip, "chip": chip, "peaks": sheet, "peaks.float32": f"{sheet}; {_FULL_RATE}", **links}
+
+
+def _card(sheet: str, memory: str, **others: str) -> dict[str, str]:
+    """The sources of a card that has no NVLink; of an Ada card, unless ``others`` says so."""
+    limits = "the limits of a core are those of compute capability 8.9 in CUDA's programming guide"
+    found = {
+        "memory": f"{memory}, which PyTorch and other programs print on this GPU in public reports",
+        "bandwidth": sheet,
+        "chip": f"cores and clock: NVIDIA's, from which the printed float32 rate follows; {limits}",
+        "chip.l2": "NVIDIA's Ada white paper",
+        "peaks": sheet,
+        "peaks.float32": f"{sheet}; {_FULL_RATE}",
+        "peaks.float64": _SIXTY_FOURTH,
+        "links": "PCIe Gen4 x16, 64 GB/s in both directions; there is no NVLink",
+        "links.network": _network(100, ""),
+    }
+    return found | others
+
+
+_A100 = _peaks(312, 156, 19.5, 19.5, None, 624)
+_A100_LINKS = LinkRates(peer=300 * _GIGA, host=_PCIE_4, network=25 * _GIGA)
+_A100_NETWORK = _network(200, ", as in a DGX A100")
+_A100_SHEET = "NVIDIA's A100 data sheet"
+_BOTH_A100 = "NVLink 600 GB/s in both directions", "PCIe Gen4 64 GB/s in both directions", _A100_NETWORK
+_HOPPER = _peaks(989.4, 494.7, 66.9, 66.9, 1978.9, 1978.9)
+_HOPPER_LINKS = LinkRates(peer=450 * _GIGA, host=_PCIE_5, network=50 * _GIGA)
+_BOTH_HOPPER = "NVLink 900 GB/s in both directions", "PCIe Gen5 128 GB/s in both directions"
+_ADA_CARD = LinkRates(peer=_PCIE_4, host=_PCIE_4, network=12.5 * _GIGA)
+
+
+def _a100_chip() -> Chip:
+    return Chip((8, 0), 108, 64, 1.41, 40 << 20, 2048, 167_936, 166_912)
+
+
+def _hopper(cores: int, clock: float) -> Chip:
+    return Chip((9, 0), cores, 128, clock, 50 << 20, 2048, 233_472, 232_448)
+
+
+def _ada(cores: int, clock: float, l2_mib: int) -> Chip:
+    return Chip((8, 9), cores, 128, clock, l2_mib << 20, 1536, 102_400, 101_376)
+
+
+TARGETS: tuple[Target, ...] = (
+    Target(
+        name="a100-40gb",
+        shown="A100-40GB",
+        kind="NVIDIA A100-SXM4-40GB",
+        memory=42_331_013_120,
+        bandwidth=1_555_200_000_000,
+        peaks=_A100,
+        links=_A100_LINKS,
+        chip=_a100_chip(),
+        sources=_data_center(_A100_SHEET, "a100_sxm_40", *_BOTH_A100),
+        aliases=("a100-sxm-40gb", "a100-40gb-sxm"),
+    ),
+    Target(
+        name="a100-80gb",
+        shown="A100-80GB",
+        kind="NVIDIA A100-SXM4-80GB",
+        memory=85_100_068_864,
+        bandwidth=2_039_040_000_000,
+        peaks=_A100,
+        links=_A100_LINKS,
+        chip=_a100_chip(),
+        sources=_data_center(_A100_SHEET, "a100_sxm_80", *_BOTH_A100),
+        aliases=("a100-sxm-80gb", "a100-80gb-sxm"),
+    ),
+    Target(
+        name="h100",
+        shown="H100",
+        kind="NVIDIA H100 80GB HBM3",
+        memory=84_942_979_072,
+        bandwidth=3_352_320_000_000,
+        peaks=_HOPPER,
+        links=_HOPPER_LINKS,
+        chip=_hopper(132, 1.98),
+        sources=_data_center("NVIDIA's H100 white paper (SXM5)", "h100_sxm", *_BOTH_HOPPER, _network(400, ", as in a DGX H100")),
+        aliases=("h100-sxm", "h100-sxm5", "h100-80gb", "h100-sxm-80gb", "h100-80gb-sxm"),
+    ),
+    Target(
+        name="h100-pcie",
+        shown="H100-PCIe",
+        kind="NVIDIA H100 PCIe",
+        memory=84_942_979_072,
+        bandwidth=2_039_040_000_000,
+        peaks=_peaks(756, 378, 51.2, 51.2, 1513, 1513),
+        links=LinkRates(peer=_PCIE_5, host=_PCIE_5, network=12.5 * _GIGA),
+        chip=_hopper(114, 1.755),
+        sources=_data_center(
+            f"NVIDIA's H100 data sheet (PCIe){_DENSE}",
+            "h100_pcie",
+            "PCIe; the NVLink bridge (600 GB/s in both directions) is sold apart and joins two cards only, so it is not counted",
+            _BOTH_HOPPER[1],
+            _network(100, ""),
+        ),
+        aliases=("h100-pcie-80gb", "h100-80gb-pcie"),
+    ),
+    Target(
+        name="h200",
+        shown="H200",
+        kind="NVIDIA H200",
+        memory=_gib(139.81),
+        bandwidth=4_800_000_000_000,
+        peaks=_HOPPER,
+        links=_HOPPER_LINKS,
+        chip=_hopper(132, 1.98),
+        sources=_data_center(
+            "NVIDIA's H200 data sheet, and the H100 white paper for the same chip",
+            "h200",
+            *_BOTH_HOPPER,
+            _network(400, ", as in a DGX H200"),
+        )
+        | {"memory": "139.81 GiB, which PyTorch prints on this GPU in public reports; XLA's text has the 141 that are sold"},
+        aliases=("h200-sxm", "h200-141gb"),
+    ),
+    Target(
+        name="b200",
+        shown="B200",
+        kind="NVIDIA B200",
+        memory=191_514_411_008,
+        bandwidth=7_672_320_000_000,
+        peaks=_peaks(2250, 1125, 75, 37, 4500, 4500),
+        links=LinkRates(peer=900 * _GIGA, host=_PCIE_5, network=50 * _GIGA),
+        chip=Chip((10, 0), 148, 128, 1.965, 132_644_864, 2048, 233_472, 232_448),
+        sources=_data_center(
+            f"NVIDIA's HGX B200 data sheet{_DENSE}",
+            "b200",
+            "NVLink 1.8 TB/s in both directions",
+            "PCIe Gen5 128 GB/s in both directions, which a DGX B200 uses",
+            _network(400, ", as in a DGX B200"),
+        )
+        | {
+            "peaks.float32": "NVIDIA's HGX B200 data sheet, an eighth of 600 TFLOP/s; earlier sheets print 80 for one GPU",
+            "peaks.float64": "NVIDIA's HGX B200 data sheet, an eighth of 296 TFLOP/s; earlier sheets print 40 for one GPU",
+        },
+        aliases=("b200-sxm", "b200-180gb"),
+    ),
+    Target(
+        name="l4",
+        shown="L4",
+        kind="NVIDIA L4",
+        memory=_gib(22.03),
+        bandwidth=300 * _GIGA,
+        peaks=_peaks(121, 60, 30.3, 30.3 / 64, 242.5, 242.5),
+        links=_ADA_CARD,
+        chip=_ada(58, 2.04, 48),
+        sources=_card(
+            f"NVIDIA's L4 data sheet{_DENSE}",
+            "22.03 GiB",
+        ),
+        aliases=("l4-24gb",),
+    ),
+    Target(
+        name="l40s",
+        shown="L40S",
+        kind="NVIDIA L40S",
+        memory=_gib(44.42),
+        bandwidth=864 * _GIGA,
+        peaks=_peaks(362.05, 183, 91.6, 91.6 / 64, 733, 733),
+        links=_ADA_CARD,
+        chip=_ada(142, 2.52, 96),
+        sources=_card(
+            "NVIDIA's L40S data sheet, which prints dense rates too",
+            "44.42 GiB (in some reports 44.53)",
+        )
+        | {
+            "peaks.bfloat16": "NVIDIA's L40S data sheet prints 362.05 dense and 733 sparse; half of the latter would be 366.5",
+            "chip.l2": "assumed: as on the L40, of which NVIDIA's Ada white paper says it; some lists say half of it",
+        },
+        aliases=("l40s-48gb",),
+    ),
+    Target(
+        name="rtx-4090",
+        shown="RTX-4090",
+        kind="NVIDIA GeForce RTX 4090",
+        memory=_gib(23.64),
+        bandwidth=1008 * _GIGA,
+        peaks=_peaks(165.2, 82.6, 82.6, 82.6 / 64, 330.3, 660.6),
+        links=_ADA_CARD,
+        chip=_ada(128, 2.52, 72),
+        sources=_card(
+            "NVIDIA's Ada white paper, with sums in float32",
+            "23.64 GiB",
+            links="PCIe Gen4 x16, 64 GB/s in both directions; copies between two such cards pass the host's memory",
+        ),
+        aliases=("4090", "geforce-4090"),
+    ),
+    Target(
+        name="rtx-6000-ada",
+        shown="RTX-6000-Ada",
+        kind="NVIDIA RTX 6000 Ada Generation",
+        memory=_gib(47.5),
+        bandwidth=960 * _GIGA,
+        peaks=_peaks(364.2, 182.1, 91.1, 91.1 / 64, 728.5, 728.5),
+        links=_ADA_CARD,
+        chip=_ada(142, 2.505, 96),
+        sources=_card(
+            "NVIDIA's RTX 6000 Ada data sheet, which prints 1457 for sparse float8 and 91.1 for float32; the other types follow",
+            "47.5 GiB (44.4 where error correction is on)",
+        ),
+        aliases=("6000-ada", "rtx-6000-ada-48gb"),
+    ),
+    Target(
+        name="rtx-pro-6000",
+        shown="RTX-PRO-6000",
+        kind="NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        memory=_gib(94.97),
+        bandwidth=1_792_000_000_000,
+        peaks=_peaks(503.8, 251.9, 125, 125 / 64, 1007.6, 1007.6),
+        links=LinkRates(peer=_PCIE_5, host=_PCIE_5, network=12.5 * _GIGA),
+        chip=Chip((12, 0), 188, 128, 2.6, 128 << 20, 1536, 131_072, 101_376),
+        sources=_card(
+            "NVIDIA's RTX PRO 6000 data sheet, which prints 4000 for sparse float4 and 125 for float32; the other types follow",
+            "94.97 GiB",
+            bandwidth=_xla("rtx6000pro"),
+            links="PCIe Gen5 x16, 128 GB/s in both directions; there is no NVLink",
+        )
+        | {"chip": _xla("rtx6000pro"), "chip.l2": _xla("rtx6000pro")},
+        aliases=("rtx-pro-6000-blackwell", "rtx-6000-pro", "pro-6000"),
+    ),
+)
+"""The GPUs that jaxpp has the numbers of."""
+
+
+def target_table(width: int | None = None) -> str:
+    r"""The targets as a table: memory, its bandwidth, the peak of bfloat16 products, and the links in one direction.
+
+    Args:
+        width: characters in a line; None for what the terminal has.
+
+    Example:
+        >>> print("\n".join(target_table(120).splitlines()[:4]))
+                name     memory  bandwidth      bfloat16      peer     host    network
+           a100-40gb   39.4 GiB  1555 GB/s   312 TFLOP/s  300 GB/s  32 GB/s    25 GB/s
+           a100-80gb   79.3 GiB  2039 GB/s   312 TFLOP/s  300 GB/s  32 GB/s    25 GB/s
+                h100   79.1 GiB  3352 GB/s   989 TFLOP/s  450 GB/s  64 GB/s    50 GB/s
+    """
+    head = ["name", "memory", "bandwidth", "bfloat16", "peer", "host", "network"]
+    rows = [
+        [
+            each.name,
+            f"{each.memory / (1 << 30):.1f} GiB",
+            f"{each.bandwidth / _GIGA:.0f} GB/s",
+            f"{each.peaks.bfloat16 / _TERA:.0f} TFLOP/s",
+            *(f"{rate / _GIGA:g} GB/s" for rate in (each.links.peer, each.links.host, each.links.network)),
+        ]
+        for each in TARGETS
+    ]
+    return "\n".join(table_lines([head, *rows], width=width))
+
+
+# --- devices ---
+
+
+def target(name: str, num_devices: int = 1, *, hosts: int = 1) -> tuple[Device, ...]:
+    """Devices that stand for GPUs which this machine does not have: programs are compiled for them, and cannot run.
+
+    JAX compiles for them with its CUDA plug-in, which ``pip install "jaxpp[targets]"`` adds; neither a GPU nor NVIDIA's driver is
+    needed. ``jax.devices()`` stays as it is. Two equal calls return the same devices, so that what was compiled is found again.
+
+    Where the plug-in is installed and there is no GPU, JAX itself logs an error when it starts and goes on with the CPU; with the
+    environment variable ``JAX_PLATFORMS=cpu`` it does not.
+
+    Args:
+        name: of the GPU, such as ``"h100"`` or ``"rtx-4090"``; ``jaxpp.targets.target_table()`` has all. Case, spaces and hyphens
+            do not matter, and the name that the driver gives to the GPU is understood too.
+        num_devices: how many GPUs there are on all hosts together.
+        hosts: how many machines they are on, as many on each. ``device.process_index`` is the number of the host.
+
+    Returns:
+        The devices, those of the first host first.
+
+    Raises:
+        ArgumentError: an unknown name; a count that is no whole number of at least 1; devices that the hosts cannot share
+            equally; JAX's CUDA plug-in is missing, or not of the version of jaxlib.
+
+    Example:
+        >>> target("h100", 4, hosts=3)
+        Traceback (most recent call last):
+        jaxpp.errors.ArgumentError: target('h100', 4, hosts=3): each host has the same number of devices.
+          Got: num_devices=4 and hosts=3.
+          Fix: pass num_devices=3 or num_devices=6.
+    """
+    found = _target_named(name)
+    counts = {"num_devices": num_devices, "hosts": hosts}
+    if wrong := [f"{key}={shown(value)}" for key, value in counts.items() if not _is_count(value)]:
+        fix = "; ".join(f"pass {each.partition('=')[0]}=1 or more" for each in wrong)
+        raise ArgumentError(f"target({name!r})", "counts are whole numbers of at least 1", wrong, fix)
+    if left := num_devices % hosts:
+        where, rule = f"target({name!r}, {num_devices}, hosts={hosts})", "each host has the same number of devices"
+        near = [n for n in (num_devices - left, num_devices - left + hosts) if n]
+        fix = "pass " + " or ".join(f"num_devices={n}" for n in near)
+        raise ArgumentError(where, rule, f"num_devices={num_devices} and hosts={hosts}", fix)
+    return _devices(found, int(num_devices), int(hosts))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def _letters(name: str) -> str:
+    """What is left of a name when spelling is not looked at."""
+    return re.sub(r"[^a-z0-9]|nvidia|geforce", "", name.lower())
+
+
+@functools.cache
+def _spellings() -> dict[str, Target]:
+    return {_letters(name): each for each in TARGETS for name in (each.name, each.shown, each.kind, *each.aliases)}
+
+
+def _target_named(name: object) -> Target:
+    letters = _letters(name) if isinstance(name, str) else ""
+    if letters in _spellings():
+        return _spellings()[letters]
+    close = difflib.get_close_matches(letters, _spellings(), n=5, cutoff=0.5)
+    begin = [spelling for spelling in _spellings() if letters and spelling.startswith(letters)]
+    near = list(dict.fromkeys(_spellings()[spelling].name for spelling in [*begin, *close]))
+    names = list(dict.fromkeys([*near, *(each.name for each in TARGETS)]))
+    got = f"{shown(name)}; near it: {', '.join(near) or 'none'}"
+    rule = "a target is a GPU that jaxpp has the numbers of"
+    raise ArgumentError(f"target({shown(name)})", rule, got, f"pass one of {', '.join(map(repr, names))}")
+
+
+@functools.cache
+def _devices(found: Target, num_devices: int, hosts: int) -> tuple[Device, ...]:
+    plugin = _plugin(found)
+    with _no_driver_needed():
+        arguments = {"target_config": found.spec(), "topology": f"1x{hosts}x{num_devices // hosts}"}
+        try:
+            topology = topologies.get_topology_desc(platform="cuda", **arguments)
+        except NotImplementedError:  # JAX has started, and left the plug-in out because there is no driver
+            importlib.import_module(plugin).initialize()
+            topology = topologies.get_topology_desc(platform="cuda", **arguments)
+    return tuple(topology.devices)
+
+
+def _plugin(found: Target) -> str:
+    """The module of JAX's CUDA plug-in, which is there and fits."""
+    modules = [f"jax_plugins.xla_cuda{version}" for version in (12, 13) if _is_installed(f"jax_plugins.xla_cuda{version}")]
+    where = f"target({found.name!r})"
+    if not modules:
+        rule = "to compile for a GPU that is not there, JAX needs its CUDA plug-in"
+        got = "neither jax-cuda12-plugin nor jax-cuda13-plugin is installed"
+        raise ArgumentError(where, rule, got, 'pip install "jaxpp[targets]"')
+    packages = [f"jax-{modules[0].rpartition('_')[2]}-{part}" for part in ("plugin", "pjrt")]
+    versions = {package: _version_of(package) for package in ("jaxlib", *packages)}
+    wanted = versions["jaxlib"]
+    if wanted and any(version not in (None, wanted) for version in versions.values()):
+        got = [f"{package} {version}" for package, version in versions.items() if version]
+        fix = "pip install " + " ".join(f'"{package}=={wanted}"' for package in packages)
+        raise ArgumentError(where, "JAX's CUDA plug-in is of the version of jaxlib", got, fix)
+    return modules[0]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # there is no plug-in at all
+        return False
+
+
+def _version_of(package: str) -> str | None:
+    """None if it was installed without pip, which then says no version."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+_SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+
+
+@contextlib.contextmanager
+def _no_driver_needed() -> Iterator[None]:
+    """Let JAX's plug-in load without NVIDIA's driver, which it asks for its version; a driver that is there is asked as ever."""
+    before = os.environ.get(_SKIP)
+    if not pathlib.Path("/proc/driver/nvidia").exists():
+        os.environ[_SKIP] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_SKIP, None)
+        if before is not None:
+            os.environ[_SKIP] = before
+
+
+def target_of(device: Device) -> Target | None:
+    """The numbers of a device, real or not; None if it is no GPU that jaxpp knows."""
+    return next((each for each in TARGETS if each.kind == device.device_kind), None)
+
+
+@functools.cache
+def compiles_only(device: Device) -> bool:
+    """Whether a device only compiles: it holds no array, and JAX does not list it. A device of another process is listed."""
+    if device.addressable_memories():
+        return False
+    try:
+        return device not in jax.devices(device.platform)
+    except RuntimeError:  # JAX has no devices of this platform
+        return True
+
+
+def device_name(device: Device) -> str:
+    """How tables call a device: ``H100:2`` if it only compiles (``gpu:2`` if its numbers are not known), else as JAX does."""
+    if not compiles_only(device):
+        return str(device)
+    known = target_of(device)
+    return f"{known.shown if known else device.platform}:{device.id}"
