@@ -24,13 +24,31 @@ from jaxpp.errors.tracebacks import entries
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, number_in, scan_of, shapes_of, variables, with_body
-from jaxpp.stages.repeatable import EXTREMES, SINK, SOURCE, Network, decided_on, may_repeat, price_of, repeatable, settled
+from jaxpp.stages.repeatable import (
+    ELEMENT,
+    EXTREMES,
+    SINK,
+    SOURCE,
+    Network,
+    decided_on,
+    is_written,
+    may_repeat,
+    price_of,
+    repeatable,
+    settled,
+)
 from jaxpp.types import Aval, Policy
 
 _Eqns = Collection[int]  # the numbers of equations
-_TRANSCENDENTAL = {"cpu": 1.0}  # bytes an element that ``tanh`` and the like cost, by platform; nothing where it is not named
+_PRICES = {
+    "cpu": (1.0, ELEMENT)
+}  # bytes an element that ``tanh`` and the like, and other arithmetic, cost, by platform; else nothing
 
 _MOVED = 1e-3  # what I does in W's place is done once all the same: a price only so that W keeps what it can
+_OPERAND = 1 / 16  # of what a product of the backward reads: if it is computed again, it is written again
+_BUFFER = (
+    1 + 1 / 32
+)  # of nearly equal bytes, what a product made is kept: it is in memory, and the others would be written beside it
 _LATER = 1 + 1 / 256  # what I computes for W is there twice while I runs: what it only holds is a little cheaper
 
 
@@ -94,6 +112,7 @@ class Least(RematPolicy):
     """Keep what costs least."""
 
     transcendental: float = 0.0  # the price, in bytes, of one element of ``tanh``, ``exp`` and the like, computed again
+    element: float = ELEMENT  # of one element of other elementwise arithmetic; if that is nothing, what a product made is kept
 
     def loops(self, graph: Graph, eqns: Iterable[int]) -> list[Graph]:
         """The graph with a checkpoint in the body of each loop among the equations; nothing if there is none.
@@ -122,6 +141,8 @@ class Least(RematPolicy):
     def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
         """The equations on the sink's side of the cut between what the forward has and what the backward reads."""
         network, may = Network(), settled(graph, {*forward, *free})
+        after = [eqn for i, eqn in enumerate(graph.eqns) if i not in forward and i not in free]
+        operands = {var for eqn in after if is_written(eqn) for var in variables(eqn.invars)}
         for var in held:
             network.edge(SOURCE, var, count_bytes(aval_of(var)))
         available, producers = set(held), graph.producers()
@@ -130,19 +151,22 @@ class Least(RematPolicy):
                 continue
             repeated = i in free or may[i]
             if i not in free:
-                network.edge(SOURCE, i, price_of(eqn, self.transcendental) if may[i] else math.inf)
+                written = _OPERAND * sum(count_bytes(aval_of(var)) for var in eqn.outvars if var in operands)
+                price = price_of(eqn, self.transcendental, self.element) + written
+                network.edge(SOURCE, i, price if may[i] else math.inf)
             for var in variables(eqn.invars) if repeated else ():
                 if var in available:
                     network.edge(var, i)
                 if kind_of(eqn) in EXTREMES and var in producers:  # a maximum is one of the values, bit for bit
                     network.edge(i, producers[var])
+            buffer = 1 if is_written(eqn) else _BUFFER
             for var in eqn.outvars:
-                network.edge(i, var, math.inf if i in free else count_bytes(aval_of(var)))
+                network.edge(i, var, math.inf if i in free else buffer * count_bytes(aval_of(var)))
             available.update(eqn.outvars)
         for var in reads:
             if var in available:
                 network.edge(var, SINK)
-        chosen = network.sink_side()
+        chosen = network.sink_side(most=not self.element)
         again = {i for i in forward if i in chosen}
         kept = {var for var in available if var in chosen and producers.get(var) not in again}
         return again | decided_on(graph, {*forward, *free} - again, kept)
@@ -157,7 +181,7 @@ class Least(RematPolicy):
         made = {var: i for i in (*of_input, *of_weight) for var in graph.eqns[i].outvars}
         for i in {*of_input, *of_weight}:
             eqn, shared = graph.eqns[i], i in of_input
-            price = price_of(eqn, self.transcendental) if may[i] else math.inf
+            price = price_of(eqn, self.transcendental, self.element) if may[i] else math.inf
             if i not in free:  # what is only moved from W to I costs nothing, but W is the place for it
                 network.edge(*((SOURCE, i, price) if shared else (i, SINK, math.inf if price == math.inf else _MOVED)))
             for var in variables(eqn.invars):
@@ -235,7 +259,7 @@ RECOMPUTE = ByPolicy(jax.checkpoint_policies.nothing_saveable)  # Keep a stage's
 
 def policies_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) -> tuple[RematPolicy, ...] | None:
     """What the forward of each stage keeps, from what the user passed as ``remat``; None if all keep everything."""
-    least, everything = Least(_TRANSCENDENTAL.get(platform, 0.0)), RematPolicy()
+    least, everything = Least(*_PRICES.get(platform, (0.0, 0.0))), RematPolicy()
     words = {None: everything, "keep": everything, "recompute": RECOMPUTE, "least": least, "offload": least}
     values = _each_stage(remat, num_stages)
     bad = {k: value for k, value in enumerate(values) if not _is_remat(value, words)}

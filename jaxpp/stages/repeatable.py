@@ -41,7 +41,7 @@ _WRITTEN = frozenset("dot_general conv_general_dilated sort top_k while scan fft
 _SMOOTH = (_REPEATABLE - _DECIDING) | frozenset(
     "dot_general conv_general_dilated gather scatter-add scatter_add cumsum reduce_window_sum fft dynamic_update_slice".split()
 )
-_ELEMENT, _REDUCED = 1 / 64, 1 / 4
+ELEMENT, _REDUCED = 1 / 64, 1 / 4
 SOURCE, SINK = "source", "sink"
 _FINITE = 1 << 29  # SciPy counts flow in 32 bits; all prices together take this much, and an edge of no price twice as much
 
@@ -87,6 +87,11 @@ def _level(eqn: JaxprEqn, result: Var, operands: int) -> int:
     return EXACT if name in _WRITTEN and not single else _ROUNDED
 
 
+def is_written(eqn: JaxprEqn) -> bool:
+    """Whether an equation's results are in memory anyway, because it is no part of a fusion."""
+    return kind_of(eqn) in _WRITTEN
+
+
 def is_smooth(eqn: JaxprEqn) -> bool:
     """Whether a small difference of an equation's operands makes a small difference of its results."""
     return kind_of(eqn) in _SMOOTH and not is_decision(eqn)
@@ -99,15 +104,15 @@ def may_repeat(name: str, operands: Sequence[Aval], new_dtype: DType | None = No
     return name in _REPEATABLE - {"name"} and not (rounded and decides)
 
 
-def price_of(eqn: JaxprEqn, transcendental: float) -> float:
-    """What it costs to run an equation again, in bytes."""
+def price_of(eqn: JaxprEqn, transcendental: float, element: float = ELEMENT) -> float:
+    """What it costs to run an equation again, in bytes; ``element``: of elementwise arithmetic, for each element of the result."""
     name = kind_of(eqn)
     if name in EXTREMES:
-        return _ELEMENT * sum(math.prod(aval_of(var).shape) for var in variables(eqn.invars))
+        return ELEMENT * sum(math.prod(aval_of(var).shape) for var in variables(eqn.invars))
     if name.startswith("reduce_") and name != "reduce_precision":
         return _REDUCED * sum(count_bytes(aval_of(var)) for var in variables(eqn.invars))
     size = sum(math.prod(aval_of(var).shape) for var in eqn.outvars)
-    return size * (_ELEMENT * (name != "name") + transcendental * (name in TRANSCENDENTAL))
+    return size * (element * (name != "name") + transcendental * (name in TRANSCENDENTAL))
 
 
 def is_decision(eqn: JaxprEqn) -> bool:
@@ -170,8 +175,8 @@ class Network:
         if price > 0:
             self._prices[ends] = self._prices.get(ends, 0.0) + price
 
-    def sink_side(self) -> set[Hashable]:
-        """The nodes on the sink's side of a cheapest cut: if several cuts are cheapest, of the cut with the fewest such nodes."""
+    def sink_side(self, *, most: bool = False) -> set[Hashable]:
+        """The nodes on the sink's side of a cheapest cut: of several, of that with the fewest (or ``most``)."""
         if not self._prices:
             return {SINK}
         from scipy.sparse import csgraph, csr_array  # noqa: PLC0415  (takes a quarter of a second)
@@ -186,5 +191,6 @@ class Network:
         left = capacity - csgraph.maximum_flow(capacity, 0, 1).flow
         left.data = np.maximum(left.data, 0)
         left.eliminate_zeros()
-        reaching = set(csgraph.breadth_first_order(csr_array(left.T), 1, return_predecessors=False).tolist())
-        return {node for node, number in self._numbers.items() if number in reaching}
+        start, graph = (0, left) if most else (1, csr_array(left.T))
+        reached = set(csgraph.breadth_first_order(graph, start, return_predecessors=False).tolist())
+        return {node for node, number in self._numbers.items() if (number in reached) != most}

@@ -365,7 +365,7 @@ def test_what_the_user_checkpoints_stays_checkpointed():
 
     params = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 3
     loss = trace_loss(loss_fn, params, jax.ShapeDtypeStruct((4, 8), jnp.float32), None, has_aux=False)
-    (before,), (after,) = cut_with(loss, 1, RematPolicy(), Least())
+    (before,), (after,) = cut_with(loss, 1, RematPolicy(), Least(1.0))  # a price of ``sin``, or the last one is made again for free
     assert kept(after) <= kept(before)
     assert work(after, "B") == work(before, "B")
 
