@@ -17,6 +17,7 @@ from jaxpp.runtime.processes.trees import stand_in_for
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.remat import Remat
 from jaxpp.stages.stacked import Slices, is_slices, joined
+from jaxpp.targets import refuse_compile_only
 from jaxpp.types import Array, Batch, Device, Key, LossFn, Params, ReduceAux, Tree
 
 
@@ -36,6 +37,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     reduce_aux: ReduceAux = None,
     shared: str | Sequence[str] = (),
     max_shapes: int = 8,
+    fuse: bool | None = None,
 ) -> Callable[..., Any]:
     """A function that returns the loss and its gradient, computed as a pipeline.
 
@@ -73,6 +75,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     def grad_fn(params: Params, batch: Batch, key: Key | None = None) -> Tree:
         nonlocal engine
         leaves, tree = jax.tree.flatten(params)
+        refuse_compile_only("grad_fn(params, batch, key)", options.devices)
         refuse_tracers("grad_fn(params, batch, key)", params, batch, key)
         check_alive("grad_fn(params, batch, key)", (params, batch))
         if engine is None or not same_shapes(engine.layout.given, (params,)):

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
@@ -14,6 +13,7 @@ from jaxpp.errors.checks import check_flags, check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.edges import HOST_MEMORY
 from jaxpp.runtime.place import MODEL, DevicesWarning, Place, Placement, devices_warning, place, submeshes
+from jaxpp.runtime.processes.here import is_here
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.forward import forward
@@ -23,6 +23,7 @@ from jaxpp.schedule.validate import check_counts, is_count
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.remat import RematPolicy, offload_of, policies_of
+from jaxpp.targets import compiles_only, device_name
 from jaxpp.types import Batch, Device, LossFn, Tree
 
 
@@ -47,6 +48,7 @@ class Options:
     shardings: Tree = None  # of the parameters inside a stage, as the user wrote them
     shared: tuple[str, ...] = ()
     max_shapes: int = 8
+    fuse: bool = False  # whether a forward and the backward right behind it run as one program, where a stage can
     hbm: int | None = None  # bytes of each device, into which a step is to fit; None if nobody asks
     devices_warning: DevicesWarning | None = None  # what to tell the user of devices that nobody named
     is_loss: bool = True  # False: loss_fn is a function that returns outputs, with has_state (new_model_state, outputs)
@@ -90,9 +92,11 @@ class Options:
             "offload": lambda remat: offload_of(remat, num_stages),
             "shardings": lambda shardings: _check_shardings(shardings, mesh),
             "shared": _shared_of,
+            "fuse": lambda fuse: _fuse_of(fuse, platform),
             "max_shapes": int,
         }
         others.setdefault("remat", "least")
+        others.setdefault("fuse", None)
         others["offload"] = others["remat"]
         given = {name: settled[name](value) if name in settled else value for name, value in others.items()}
         called = "loss_fn" if others.get("is_loss", True) else "fn"
@@ -114,6 +118,11 @@ class Options:
         return place(self.schedule, self.places)
 
     @cached_property
+    def compile_only(self) -> bool:
+        """Whether the devices only compile, and hold no arrays."""
+        return compiles_only(self.devices[0])
+
+    @cached_property
     def offloaded(self) -> tuple[Offloaded, ...]:
         """The stages and microbatches whose residuals wait in host memory."""
         moves = any(each is not None for each in self.offload)
@@ -123,7 +132,7 @@ class Options:
     def described(self) -> list[str]:
         """The schedule and the devices, a line each, for people."""
         schedule, placement = self.schedule, self.placement
-        devices = list(dict.fromkeys(str(device) for place in placement.by_rank for device in place.devices))
+        devices = list(dict.fromkeys(device_name(device) for place in placement.by_rank for device in place.devices))
         names = ", ".join(devices if len(devices) <= 8 else [*devices[:7], f"... ({len(devices)})"])
         counts = {"replicas": placement.num_replicas, "shards": placement.num_shards}
         shared = " x ".join(f"{count} {what}" for what, count in counts.items() if count > 1)
@@ -155,7 +164,7 @@ def _check_functions(loss_fn: object, others: Mapping[str, object]) -> None:
 
 
 def _check_memories(devices: Sequence[Device]) -> None:
-    mine = [device for device in dict.fromkeys(devices) if device.process_index == jax.process_index()]
+    mine = [device for device in dict.fromkeys(devices) if is_here(device) and not compiles_only(device)]  # GPUs reach it
     kinds = {device: [memory.kind for memory in device.addressable_memories()] for device in mine}
     if wrong := [f"{device} with {', '.join(known) or 'none'}" for device, known in kinds.items() if HOST_MEMORY not in known]:
         fix = 'pass remat="least" or remat="recompute", or devices that have it, as CPUs and GPUs do'
@@ -174,6 +183,13 @@ def _balance_of(balance: object) -> object:
         rule = 'stages are balanced by "flops", counted, by "time", measured, or by "memory", estimated'
         raise ArgumentError("balance", rule, repr(balance), 'pass balance="time" or balance="memory", or leave it out')
     return balance
+
+
+def _fuse_of(fuse: object, platform: str) -> bool:
+    if fuse is None:
+        return platform != "cpu"
+    check_flags(f"fuse={fuse!r}", fuse=fuse)
+    return bool(fuse)
 
 
 def _check_shardings(shardings: object, mesh: Mesh | None) -> object:

@@ -18,8 +18,9 @@ import numbers
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -28,7 +29,19 @@ from jaxpp.errors import ArgumentError, shown
 from jaxpp.tables import table_lines
 from jaxpp.types import Device
 
-__all__ = ["TARGETS", "Chip", "LinkRates", "Peaks", "Target", "compiles_only", "device_name", "target", "target_of", "target_table"]
+__all__ = [
+    "TARGETS",
+    "Chip",
+    "LinkRates",
+    "Peaks",
+    "Target",
+    "compiles_only",
+    "device_name",
+    "refuse_compile_only",
+    "target",
+    "target_of",
+    "target_table",
+]
 
 
 @dataclass(frozen=True)
@@ -581,9 +594,20 @@ def compiles_only(device: Device) -> bool:
         return True
 
 
-def device_name(device: Device) -> str:
-    """How tables call a device: ``H100:2`` if it only compiles (``gpu:2`` if its numbers are not known), else as JAX does."""
-    if not compiles_only(device):
+def refuse_compile_only(
+    where: str, devices: Iterable[Device], fix: str = "pass devices=jax.devices(), or leave devices out"
+) -> None:
+    """Refuse what holds arrays, on devices that only compile."""
+    found = dict.fromkeys(devices)
+    if any(map(compiles_only, found)):
+        names = list(map(device_name, found))
+        got = ", ".join(names if len(names) <= 8 else [*names[:7], f"... ({len(names)})"])
+        raise ArgumentError(where, "it holds arrays, and these devices only compile programs", got, fix)
+
+
+def device_name(device: Any) -> str:
+    """How tables call a device: ``H100:2`` if it only compiles (``gpu:2`` if its numbers are not known), else as it does itself."""
+    if not isinstance(device, jax.Device) or not compiles_only(device):
         return str(device)
     known = target_of(device)
     return f"{known.shown if known else device.platform}:{device.id}"

@@ -21,6 +21,9 @@ os.environ.setdefault(
     + "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120 --xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
 
+# JAX's CUDA plug-in, with which tests compile for GPUs that are not there, would look for a driver and log that it found none.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 os.environ.pop("COLUMNS", None)  # workers that share the tests have 80: tables would be folded that are not in a file
 
 import jax

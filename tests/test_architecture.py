@@ -20,7 +20,6 @@ ROOMS = "types errors tables targets schedule stages plan optim runtime options 
 """From the ground up: a room imports itself and the rooms before it. What is not named here is the public face, on top."""
 STRANGERS = [
     {"targets", "schedule"},
-    {"targets", "stages"},
     {"schedule", "stages"},
     {"optim", "runtime"},
     {"tasks", "observe"},

@@ -27,6 +27,7 @@ from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import html_remarks, html_table, table_lines
+from jaxpp.targets import compiles_only, device_name
 from jaxpp.types import Array, Aval, Device, Home, Leaf, Params, Tree
 
 _RESTORE = "checkpointer.restore(path, pipe.abstract_state(...))"
@@ -231,7 +232,10 @@ def _where(leaves: Sequence[Leaf]) -> str:
         if isinstance(leaf, (np.ndarray, np.generic, int, float)) or getattr(sharding, "memory_kind", None) == HOST_MEMORY:
             found.add((-1, "host"))
         elif isinstance(sharding, Sharding):
-            found |= {(device.id, f"{device.platform}:{device.id}") for device in sharding.device_set}
+            found |= {
+                (device.id, device_name(device) if compiles_only(device) else f"{device.platform}:{device.id}")
+                for device in sharding.device_set
+            }
     names = [name for _, name in sorted(found)]
     return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ... {names[-1]} ({len(names)})"
 

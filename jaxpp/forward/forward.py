@@ -36,12 +36,15 @@ from jaxpp.runtime.processes.channel import Agreement, agreement
 from jaxpp.stages.by_hand import by_hand
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.stage_table import Stages, bytes_in_words, tabulate
+from jaxpp.targets import refuse_compile_only
 from jaxpp.types import Array, Batch, Device, ForwardFn, Key, Params, ReduceAux, TaskNames, Tree
 
 __all__ = ["Forward", "Lend", "Setup"]
 
 Lend = Callable[[], AbstractContextManager[tuple[Engine, Leaves[Array]]]]  # gives what forwards read, as long as they use it
 
+# What needs shapes alone, also on devices that only compile.
+_PLANNED = frozenset("abstract_state abstract_params collectives engine forecast generate programs reads stages".split())
 _RULE = "fn is a function of (params, batch[, key]) that returns outputs"
 
 
@@ -453,12 +456,26 @@ class Forward:
         return [f"Forward of {getattr(self._options.loss_fn, '__name__', 'a function')}", *self._options.described]
 
     def _opened(self, where: str) -> Setup:
+        self._refuse_compile_only(where)
         if self._setup is None:
             rule, fix = self._uncut
             raise StateError(f"{self._name}.{where}", rule, "no call of either has finished yet", fix)
         return self._setup
 
+    def _refuse_compile_only(self, where: str) -> None:
+        """Refuse on devices that only compile whatever holds an array: all but what is planned from shapes."""
+        if self._options.compile_only and where not in _PLANNED:
+            shapes = (
+                "pipe.forecast(shapes, batch) plans for them"
+                if self._options.is_loss
+                else "forward.forecast(shapes, batch) plans for them"
+            )
+            refuse_compile_only(
+                f"{self._name}.{where}", self._options.devices, f"pass devices=jax.devices(), or leave devices out; {shapes}"
+            )
+
     def _open_given(self, where: str, init_or_params: Tree, args: Sequence[Tree]) -> tuple[InitArguments, Setup]:
+        self._refuse_compile_only(where)
         where = f"{self._name}.{where}"
         refuse_tracers(f"{where}(...)", init_or_params, args)
         given = read_given(where, init_or_params, args)
@@ -558,6 +575,7 @@ class Forward:
 
     def _bring(self, where: str, made: Tree) -> Leaves[Array]:
         setup = self._opened(where)
+        refuse_compile_only(f"{self._name}.{where}", self._options.devices)
         refuse_tracers(f"{self._name}.{where}(params, ...)", made)
         check_alive(f"{self._name}.{where}", made)
         return setup.states.bring(*variables_of(self._options, made))

@@ -31,6 +31,7 @@ from jaxpp.runtime.interrupts import held
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.progress import progress
 from jaxpp.stages.program import Program, Ref, Role
+from jaxpp.targets import compiles_only
 from jaxpp.types import Array
 
 Shardings = tuple[Sharding, ...]
@@ -189,8 +190,13 @@ class Programs:
         """The compiled program, for arguments sharded so."""
         return self._compiled[job.program][*job[1:], given]
 
-    def constant(self, constant: Constant, place: Place, ref: Ref) -> Array:
-        """The array of a constant at a place: put there at the first call, and kept for as long as there is the constant."""
+    def constant(self, constant: Constant, place: Place, ref: Ref) -> Array | jax.ShapeDtypeStruct:
+        """The array of a constant at a place, put there at the first call and kept for as long as there is the constant.
+
+        Devices that only compile hold no array: there it is a shape.
+        """
+        if compiles_only(place.devices[0]):
+            return place.aval(ref, constant.aval)
         known = self._constants.setdefault(constant, {})
         if (place, ref) not in known:
             known[place, ref] = put(constant.value, place.home(ref)) if constant.split else put_at(place, ref, constant.value)

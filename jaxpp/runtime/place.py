@@ -17,10 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from jaxpp.errors import ArgumentError
 from jaxpp.errors.checks import check_devices
+from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import check_counts
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
+from jaxpp.targets import compiles_only, device_name
 from jaxpp.types import Aval, Device, Home, Leaf
 
 PIPE, DATA, MODEL = "pipe", "data", "model"
@@ -47,7 +49,7 @@ class Place(abc.ABC):
     @property
     def is_here(self) -> bool:
         """Whether some of its devices are of this process."""
-        return jax.process_index() in {device.process_index for device in self.devices}
+        return jax.process_index() in processes_of(self.devices)
 
     @property
     def axis_sizes(self) -> Mapping[str, int]:
@@ -128,7 +130,7 @@ class OneDevice(Place):
     device: Device
 
     def __str__(self) -> str:
-        return str(self.device)
+        return device_name(self.device)
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -160,7 +162,8 @@ class Submesh(Place):
     def __str__(self) -> str:
         ids = " ".join(str(device.id) for device in self.devices)
         shape = " x ".join(f"{size} {axis}" for axis, size in self.mesh.shape.items() if size > 1)
-        return f"{self.devices[0].platform}:{ids} ({shape or '1 device'})"
+        kind = device_name(self.devices[0]).partition(":")[0] if compiles_only(self.devices[0]) else self.devices[0].platform
+        return f"{kind}:{ids} ({shape or '1 device'})"
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -263,10 +266,11 @@ def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel
     check_counts("data_parallel, the number of replicas", {"data_parallel": data_parallel}, ArgumentError)
     if mesh is None:
         checked = check_devices(devices)
+        _check_alike(checked)
         if data_parallel == 1:
             return tuple(map(OneDevice, checked))
         if len(set(checked)) < len(checked):
-            where, got = f"devices, data_parallel={data_parallel}", ", ".join(map(str, checked))
+            where, got = f"devices, data_parallel={data_parallel}", ", ".join(map(device_name, checked))
             raise ArgumentError(where, "replicas of a stage have a device each", got, "name each device once")
         if len(checked) < data_parallel:
             where, rule = f"data_parallel={data_parallel}", "each replica of a stage has a device of its own"
@@ -309,6 +313,14 @@ def devices_warning(schedule: Schedule, places: Sequence[Place], data_parallel: 
     else:
         return None
     return DevicesWarning(f"{where}: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
+
+
+def _check_alike(devices: Sequence[Device]) -> None:
+    """Refuse devices of which some hold arrays and some only compile."""
+    paper = [device for device in devices if compiles_only(device)]
+    if paper and len(paper) < len(devices):
+        rule, got = "either all devices hold arrays or all of them only compile", ", ".join(map(device_name, devices))
+        raise ArgumentError("devices", rule, got, "pass devices of one kind: jaxpp.target(...) to plan, jax.devices() to run")
 
 
 def _grid(mesh: object, num_ranks: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
+from jaxpp.targets import device_name, refuse_compile_only
 from jaxpp.types import Activation, Cotangent, Device, Grads, Leaf, Params, Tree
 
 
@@ -76,6 +77,7 @@ class Stage:
         def here(tree: Tree) -> Tree:
             return jax.device_put(jax.tree.map(own, tree), self.home)
 
+        refuse_compile_only(f"pipe.stages[{self.index}].forward", [self.home])
         params, x, inputs = here((params, x, inputs))
         if not self.trains:
             return self.function(params, x, *inputs)
@@ -103,7 +105,7 @@ class Stages(Sequence[Stage]):
             sends = ", ".join(f"{n} x {what}" if n > 1 else what for what, n in Counter(stage.sends).items()) or "loss"
             everything = f" of {bytes_in_words(stage.keepable)}" if stage.kept < stage.keepable else ""
             kept = f"{bytes_in_words(stage.kept)}{everything}{', offloaded' * stage.offloads}"
-            row = [str(stage.index), str(stage.device), stage.modules, f"{stage.num_params:,}{tied}"]
+            row = [str(stage.index), device_name(stage.device), stage.modules, f"{stage.num_params:,}{tied}"]
             row += [bytes_in_words(stage.num_bytes), _units(stage.flops, 1000, ("", "k", "M", "G", "T", "P"))]
             rows.append([*row, f"{stage.flops / total:.1%}", *[kept] * keeps, sends])
         return rows
@@ -113,9 +115,10 @@ class Stages(Sequence[Stage]):
         total = sum(stage.flops for stage in self) or 1.0
         shares: dict[str, float] = {}
         for stage in self:
-            shares[str(stage.device)] = shares.get(str(stage.device), 0.0) + stage.flops / total
+            name = device_name(stage.device)
+            shares[name] = shares.get(name, 0.0) + stage.flops / total
         device, share = max(shares.items(), key=lambda item: item[1])
-        one = "one device" if device in {str(stage.home) for stage in self} else "one rank"
+        one = "one device" if device in {device_name(stage.home) for stage in self} else "one rank"
         speed = f"at most {1 / share:.3g} times as fast as {one}" if share else "no work is counted"
         return f"{sum(stage.num_params for stage in self):,} parameters; largest share {share:.1%}, on {device}: {speed}"
 

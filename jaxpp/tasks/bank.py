@@ -29,6 +29,7 @@ from jaxpp.runtime.progress import progress
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
+from jaxpp.targets import refuse_compile_only
 from jaxpp.tasks.bank_files import BankFiles, Json
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.tasks.sets import BankSets, SetLayout, check_params, few_names
@@ -90,6 +91,7 @@ class Bank:
         if not hasattr(self.device, "addressable_memories"):
             fix = "pass one of jax.devices(), such as device=jax.devices()[0]"
             raise BankError("Bank(device=...)", "sets are used on one of JAX's devices", shown(device), fix)
+        refuse_compile_only("Bank(device=...)", [self.device], "pass one of jax.devices(), or leave device out")
         kinds = [memory.kind for memory in self.device.addressable_memories()]
         if HOST_MEMORY not in kinds:
             got = f"{self.device} with {', '.join(kinds) or 'none'}"

@@ -25,6 +25,7 @@ from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.schedule.offload import offloads
 from jaxpp.stages.remat import RECOMPUTE, policies_of
 from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.targets import device_name
 from jaxpp.types import Batch, Device, Key
 
 _Choice = tuple[str, ...]  # for each stage "least", "offload" or "recompute"
@@ -70,7 +71,7 @@ def _check_params(engine: Engine, batch: Batch, key: Key | None, room: int) -> N
     """Refuse a step whose parameters alone are too large for a device; nothing is compiled for that."""
     liveness = step_liveness(engine, engine.lower("update", batch, key))
     held = {device: int(levels[0][MEMORY_KINDS.index("parameters")]) for device, levels in liveness.levels.items()}
-    if got := [f"{device}: parameters of {bytes_in_words(size)}" for device, size in held.items() if size > room]:
+    if got := [f"{device_name(device)}: parameters of {bytes_in_words(size)}" for device, size in held.items() if size > room]:
         fix = "cut the model into more stages on more devices, or give each device more memory"
         picture = f"{forecast_of(liveness, engine.placement, None)}\ntemporaries are not known: nothing was compiled"
         raise FitError(_where(room), "the parameters of each device fit into its memory", got, fix, picture)
@@ -194,7 +195,7 @@ class _Search:
         """What to raise: ``least`` is what each device needs if its stages keep less, where that was tried."""
         picture = self.forecast(self.asked, advise=True)
         needs, room = self.peaks(self.asked), bytes_in_words(self.room)
-        got = [f"{device} needs {bytes_in_words(needs[device])} of {room}" for device in full]
+        got = [f"{device_name(device)} needs {bytes_in_words(needs[device])} of {room}" for device in full]
         if least:
             still = [f"still {bytes_in_words(least[device])} where its stages offload or recompute" for device in full]
             got = [f"{line}, and {rest}" for line, rest in zip(got, still, strict=True)]

@@ -9,6 +9,7 @@ in proportion to the microbatch and the stage. Only changes that nearly fit, whe
 import contextlib
 import dataclasses
 import numbers
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from jaxpp.stages.loss.microbatch import batch_avals, check_batch, resized
 from jaxpp.stages.remat import offload_of, policies_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
+from jaxpp.targets import compiles_only, device_name, target_of
 from jaxpp.types import Batch, Device, Key
 
 _MOST = 6  # changes that are shown
@@ -41,6 +43,7 @@ _TRIED: Mapping[Purpose, str] = {
     "update": "microbatches, schedules, remat, twice the stages",
     "forward": "smaller batches, microbatches, twice the stages",
 }
+_SHARE = 0.75  # of a GPU's memory that JAX takes unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise
 _PATIENCE = 2  # seconds before a progress bar shows
 _MOST_MICROBATCHES = 256  # that are proposed: more would be parts too small to compute with, in a step that takes long to compile
 _COMPILED = 2  # changes that are compiled, for the exact peak, where by the estimates none fits
@@ -127,24 +130,24 @@ class Forecast:
         for row in self.stages:
             sizes = [_size(row.kinds[k]) + f" ({row.num_residuals})" * (MEMORY_KINDS[k] == "residuals") for k in shown]
             sizes += [_size(row.temporaries), _size(row.num_bytes)]
-            rows.append([str(row.stage), str(row.device), *sizes, self.moments[row.device]])
+            rows.append([str(row.stage), device_name(row.device), *sizes, self.moments[row.device]])
         return rows
 
     def _remarks(self) -> list[str]:
         brackets = "in brackets: microbatches whose residuals are held; " * any(row.num_residuals for row in self.stages)
         lines = [f"{brackets}at: what runs when the device holds most"]
         if len(self.stages) > len(self.peaks):
-            lines.append("peak: " + ", ".join(f"{device} {_size(peak)}" for device, peak in self.peaks.items()))
+            lines.append("peak: " + ", ".join(f"{device_name(device)} {_size(peak)}" for device, peak in self.peaks.items()))
         if any(self.hosted.values()):
-            beside = ", ".join(f"{_size(size)} beside {device}" for device, size in self.hosted.items() if size)
+            beside = ", ".join(f"{_size(size)} beside {device_name(device)}" for device, size in self.hosted.items() if size)
             lines.append(f"in host memory, at most: residuals of {beside}")
         if self.liveness.unknown:
-            where, few = ", ".join(map(str, self.liveness.unknown)), "this process has fewer devices than a rank there"
+            where, few = ", ".join(map(device_name, self.liveness.unknown)), "this process has fewer devices than a rank there"
             lines.append(f"temporaries of {where} are not known here and not counted: {few}")
         if self.hbm is None:
             return lines
         worst = max(self.peaks, key=self.peaks.__getitem__)
-        need = f"{worst} needs {_size(self.peaks[worst])} of {_size(self.hbm)}"
+        need = f"{device_name(worst)} needs {_size(self.peaks[worst])} of {_size(self.hbm)}"
         if self.fits:
             return [*lines, f"it fits: {need}"]
         kinds = list(map(sum, zip(*((*row.kinds, row.temporaries) for row in self.stages if row.device == worst), strict=True)))
@@ -361,8 +364,17 @@ def room_of(engine: Engine, room: int | None) -> int | None:
 
 def reported_room(devices: Sequence[Device]) -> int | None:
     """The bytes that each of the devices has, as those of this process say themselves; None if they do not."""
-    stats = [device.memory_stats() or {} for device in devices if is_here(device)]
-    return min((each["bytes_limit"] for each in stats if "bytes_limit" in each), default=None)
+    rooms = [_room_on(device) for device in devices if is_here(device)]
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def _room_on(device: Device) -> int | None:
+    """What JAX takes of a device's memory: as the device says, or, if it only compiles, its share of what the target has."""
+    if not compiles_only(device):
+        return (device.memory_stats() or {}).get("bytes_limit")
+    target = target_of(device)
+    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _SHARE))
+    return None if target is None else int(share * target.memory)
 
 
 def optimizer_lives(engine: Engine, end: int) -> list[Life]:

@@ -14,6 +14,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpp.errors import BatchError, StateError
 from jaxpp.stages.jaxpr import describe
+from jaxpp.targets import compiles_only
 from jaxpp.types import Array, Aval, Device, DType, Home, Leaf
 
 
@@ -28,8 +29,8 @@ def devices_in(home: Home) -> set[Device]:
 
 
 def processes_of(devices: Iterable[Device]) -> tuple[int, ...]:
-    """The processes that have some of these devices, in order."""
-    return tuple(sorted({device.process_index for device in devices}))
+    """The processes that have some of these devices, in order; devices that only compile are of this one."""
+    return tuple(sorted({jax.process_index() if compiles_only(device) else device.process_index for device in devices}))
 
 
 def is_here(home: Home) -> bool:

@@ -21,10 +21,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxpp.errors import ArgumentError, StateError, shown
 from jaxpp.runtime.edges import HOST_MEMORY, check_alive, put
 from jaxpp.runtime.processes.channel import agreement, first_devices, rows_of_all, transfers
-from jaxpp.runtime.processes.here import elsewhere, is_addressable, is_here
+from jaxpp.runtime.processes.here import devices_in, elsewhere, is_addressable, is_here
 from jaxpp.runtime.send import Send
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.stacked import Slices, joined, whole_shape
+from jaxpp.targets import refuse_compile_only
 from jaxpp.types import Array, Aval, Device, Leaf, Tree
 
 _SLICES: dict[int, tuple[weakref.ref[Array], Slices]] = {}  # the slices of each stand-in that is alive, by its address
@@ -56,6 +57,9 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
     if not isinstance(device, (jax.Device, Sharding, NoneType)):
         fix = "pass one of jax.devices(), such as jax.devices()[0], or leave it out"
         raise ArgumentError("jaxpp.gather(tree, device)", "a tree is gathered on one of JAX's devices", shown(device), fix)
+    refuse_compile_only(
+        "jaxpp.gather(tree, device)", () if device is None else devices_in(device), "pass one of jax.devices(), or leave device out"
+    )
     targets, me = first_devices(), jax.process_index()
     goal = targets[me] if device is None else device
     if jax.process_count() == 1:
