@@ -110,6 +110,10 @@ class Pipeline(Forward):
             offload or recompute residuals, where that costs least by measurement and on the virtual clock. A printed line says what
             was chosen and what it costs, and so do ``pipe.stages`` and the ``FitError`` that is raised if nothing fits. With a
             ``remat`` other than the default, or parameters sharded over ``"model"``, the step is checked and nothing is chosen.
+        fuse: whether the last stage's forward and backward are compiled as one program, if the schedule runs the backward of each
+            microbatch right behind its forward there (``"naive"``, ``"1f1b"`` and ``"interleaved"`` do). That program writes no
+            residual of the size of the logits, and it rounds in its own way: schedules that fuse have the same bits as one another,
+            and ``"gpipe"``, which cannot, has those of ``fuse=False``. Default: on accelerators, not on CPUs.
 
     Raises:
         MicrobatchWarning: when ``init`` sees a loss that is no mean over the examples, with what to pass so that it is exact.
@@ -163,6 +167,7 @@ class Pipeline(Forward):
         shared: str | Sequence[str] = (),
         max_shapes: int = 8,
         hbm: float | str | None = None,
+        fuse: bool | None = None,
     ):
         hbm = None if hbm is None else parse_bytes(hbm)
         given = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
@@ -194,6 +199,7 @@ class Pipeline(Forward):
         remat: Remat | Sequence[Remat] = "least",
         shared: str | Sequence[str] = (),
         hbm: float | str | None = None,
+        fuse: bool | None = None,
     ) -> "Pipeline":
         """A pipeline from explicit stage functions, for teaching and debugging.
 

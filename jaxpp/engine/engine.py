@@ -230,7 +230,8 @@ class Engine:
             schedule = self.options.schedule
             step = self.preparer.step(batch, key, loss_fn=loss_fn, train=train)
             actions = schedule.order if train else forward_actions(schedule.num_stages, len(step.sizes))
-            made = step, lower(step, actions, offloaded=self.options.offloaded if train else ())
+            pairs = schedule.pairs if train and self.options.fuse and not any(flags()) else {}
+            made = step, lower(step, actions, offloaded=self.options.offloaded if train else (), pairs=pairs)
             kept = self._keep(shape, lambda kept: kept.steps.update({train: made}))
         step, lines = kept.steps[train]
         builder, names = lines.copy(), self.placed.names

@@ -278,7 +278,7 @@ def _programs(line: BoundLine, call: Any) -> list[tuple[str, Any, dict[str, int]
         return [(f"{line.label}, replicas {' '.join(map(str, g))}", call.program(g), sizes | {DATA: len(g)}) for g in groups]
     if line.program is None:
         return []
-    label = line.label if line.action is None else f"{line.action.kind} of stage {line.action.stage}"
+    label = f"{' and '.join(action.kind for action in line.actions)} of stage {line.stage}" if line.actions else line.label
     return [(label, call, sizes)]
 
 

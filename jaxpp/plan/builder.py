@@ -59,6 +59,13 @@ class MemoryCopy(enum.Enum):
 LineCall = GroupMean | MemoryCopy | Callable[..., Sequence[jax.Array]]  # what a line does that is neither a program nor a send
 
 
+class FusedAction(NamedTuple):
+    """The action that a program runs behind another one: the backward behind the forward."""
+
+    action: Action
+    share: float  # of the program's work that is the first one's
+
+
 @dataclass(frozen=True)
 class Line:
     """One line: a program that runs, a call, or a send."""
@@ -71,6 +78,12 @@ class Line:
     outputs: tuple[Name, ...]
     action: Action | None = None  # that it runs, or whose result it sends or copies; None for the rest of a step
     call: LineCall | None = None
+    fused: FusedAction | None = None  # what the program runs besides
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """All actions that it is about."""
+        return tuple(action for action in (self.action, self.fused and self.fused.action) if action is not None)
 
     @property
     def is_send(self) -> bool:
@@ -104,10 +117,11 @@ class Builder:
         outputs: Sequence[Name],
         donated: tuple[int, ...] | None = None,
         action: Action | None = None,
+        fused: FusedAction | None = None,
     ) -> None:
         """Run a program where a stage lives; its accumulators are donated unless ``donated`` says otherwise."""
         donated = program.donated if donated is None else donated
-        self.lines.append(Line(label, stage, program, donated, tuple(inputs), tuple(outputs), action))
+        self.lines.append(Line(label, stage, program, donated, tuple(inputs), tuple(outputs), action, fused=fused))
 
     def call(
         self, label: str, call: LineCall, stage: int, inputs: Sequence[Name], outputs: Sequence[Name], action: Action | None = None

@@ -10,8 +10,9 @@ one device, nor on the host, and every leaf has the bits that ``jax.jit(init)(ke
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from jax.extend.core import Var
 from jaxtyping import Float
 
 from jaxpp.errors import CutError, InitError
-from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, MemoryCopy, Name
+from jaxpp.plan.builder import CALLER, Builder, Constant, FusedAction, GroupMean, MemoryCopy, Name
 from jaxpp.plan.step import GradientSums, Step, local_name, param_name, scale_name, state_name, total_name
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.forward import forward
@@ -42,23 +43,32 @@ def forward_actions(num_stages: int, num_microbatches: int) -> tuple[Action, ...
     return forward(num_stages, num_microbatches).order
 
 
-def lower(step: Step, actions: Sequence[Action], lasting: Builder | None = None, *, offloaded: Sequence[Offloaded] = ()) -> Builder:
+def lower(
+    step: Step,
+    actions: Sequence[Action],
+    lasting: Builder | None = None,
+    *,
+    offloaded: Sequence[Offloaded] = (),
+    pairs: Mapping[Action, Action] = MappingProxyType({}),
+) -> Builder:
     """Write the lines of one step up to its gradients, of actions in the order in which they are dispatched.
 
+    Of ``pairs``, a forward and the backward right behind it, those become one line that their stage can run as one program.
     ``lasting`` takes the lines that depend on parameters alone, for many steps with the same parameters. The model state after the
     step is on its owners, under the names that a further microbatch would read.
     """
     builder = Builder()
     _feed(builder, lasting or builder, step)
-    chosen, zeros = step.choose(actions)
+    chosen, zeros = step.choose(actions, pairs)
     for stage in sorted(range(step.num_stages), key=lambda s: s != step.loss_stage):
         _begin(builder, step, stage, zeros[stage], lasting)
-    passing, offloading, programs = _ModelState(builder, step), _Offloading(builder, step, offloaded), dict(chosen)
+    passing, offloading = _ModelState(builder, step), _Offloading(builder, step, offloaded)
     for action in actions:
         offloading.bring_back(action)
-        if (program := programs.get(action)) is not None:
+        if action in chosen:
+            program, fused = chosen[action]
             passing.supply(action, program)
-            _act(builder, step, action, program, offloading)
+            _act(builder, step, action, program, fused, offloading)
             passing.note(action, program)
         offloading.take_out(action)
     for stage, sums in enumerate(step.sums):
@@ -233,17 +243,20 @@ class _Offloading:
         return [local_name(stage, ref, i, variant) for ref in refs]
 
 
-def _act(builder: Builder, step: Step, action: Action, program: Program, offloading: _Offloading) -> None:
+def _act(
+    builder: Builder, step: Step, action: Action, program: Program, fused: FusedAction | None, offloading: _Offloading
+) -> None:
     stage, _, i = action
-    variant, label = step.variants[i], str(action)
+    last = action if fused is None else fused.action
+    variant, label = step.variants[i], str(last)
     cut = step.cuts[variant]
     inputs = offloading.current([local_name(stage, ref, i, variant) for ref in program.inputs])
     outputs = [local_name(stage, ref, i + (ref.role == Role.STATE), variant) for ref in program.outputs]
-    builder.compute(label, program, stage, inputs, outputs, action=action)
+    builder.compute(label if fused is None else f"{action} {last}", program, stage, inputs, outputs, action=action, fused=fused)
     for ref in program.outputs:
         peers = cut.consumers[ref.index] if ref.role == Role.ACTIVATION else ()
         for peer in (cut.producer[ref.index],) if ref.role == Role.COTANGENT else peers:
-            builder.send(f"send {label} to stage {peer}", Name(stage, ref, i), Name(peer, ref, i), action)
+            builder.send(f"send {label} to stage {peer}", Name(stage, ref, i), Name(peer, ref, i), last)
 
 
 class _ModelState:

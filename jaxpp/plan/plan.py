@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from jaxpp.plan.builder import MemoryCopy
+from jaxpp.plan.builder import FusedAction, MemoryCopy
 from jaxpp.types import Array, Device
 
 
@@ -30,6 +30,7 @@ class About(NamedTuple):
     program: str  # what the program that runs is called in a trace; empty for sends
     watch: int  # in a watched plan, a slot that it writes and whose value nobody donates, so that it can be asked for; else -1
     copies: MemoryCopy | None = None  # where to it copies residuals, if it copies any
+    fused: FusedAction | None = None  # what it runs besides its action
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """A ``Step``, a cut loss at every microbatch size of a batch with the owners of all leaves; ``Leaves``; and the names of values."""
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
-from jaxpp.plan.builder import Name
+from jaxpp.plan.builder import FusedAction, Name
 from jaxpp.plan.microbatch_weights import Weights
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.cost import count_bytes
@@ -197,8 +198,12 @@ class Step:
         packs = [(stage, pack) for stage, sums in enumerate(self.sums) if sums.stays_packed for pack in sums.packs]
         return {ref.index: (Name(stage, pack.ref), pack) for stage, pack in packs for ref in pack.members}
 
-    def choose(self, actions: Sequence[Action]) -> tuple[list[tuple[Action, Program]], list[dict[Ref, Aval]]]:
+    def choose(
+        self, actions: Sequence[Action], pairs: Mapping[Action, Action] = MappingProxyType({})
+    ) -> tuple[dict[Action, tuple[Program, FusedAction | None]], list[dict[Ref, Aval]]]:
         """The program of each action with anything to do, and each stage's sums that must be zero before.
+
+        Of ``pairs``, a forward and the backward right behind it, those become one program that their stage can run as one.
 
         A stage with small gradients adds those of every microbatch to zeros, so that each backward is compiled once. A stage with
         large gradients, which take longer to zero and to read again, has two: the first microbatch's makes the sums.
@@ -206,18 +211,27 @@ class Step:
         sums = [self.accumulators(stage) for stage in range(self.num_stages)]
         small = [sum(map(count_bytes, own.values())) <= ZEROED for own in sums]
         begun, late = [set[Ref]() for _ in sums], [set(own) for own in sums]
-        chosen = []
+        chosen: dict[Action, tuple[Program, FusedAction | None]] = {}
+        done = set[Action]()
         for action in actions:
             stage, kind, microbatch = action
             code = self.cuts[self.variants[microbatch]].stages[stage]
-            if kind == Kind.F:
-                chosen.append((action, code.forward))
-            elif kind in code.backward:
-                backward = code.backward[kind]
-                fresh = not small[stage] and backward.made.isdisjoint(begun[stage])
-                chosen.append((action, backward.first if fresh else backward.then))
-                begun[stage] |= backward.made
-                late[stage] -= backward.made if fresh else set()
+            pair = pairs.get(action) if code.fused is not None else None
+            if action in done:
+                continue
+            if kind == Kind.F and pair is None:
+                chosen[action] = code.forward, None
+                continue
+            backward = code.backward.get(kind if pair is None else pair.kind)
+            if backward is None:
+                continue
+            fresh = not small[stage] and backward.made.isdisjoint(begun[stage])
+            begun[stage] |= backward.made
+            late[stage] -= backward.made if fresh else set()
+            whole = backward if pair is None or code.fused is None else code.fused
+            fused = None if pair is None or code.fused is None else FusedAction(pair, code.fused.share)
+            chosen[action] = whole.first if fresh else whole.then, fused
+            done |= set() if pair is None else {pair}
         return chosen, [{ref: aval for ref, aval in own.items() if ref in late[stage]} for stage, own in enumerate(sums)]
 
 

@@ -227,7 +227,8 @@ def compile_plan(  # noqa: PLR0913  (what decides a plan)
                 if not jnp.issubdtype(info.dtype, jax.dtypes.extended):
                     made_at[name] = line.place.home(name.ref)
         at = -1 if watched_name is None else slots[watched_name]
-        about = About(line.device, line.stage, line.action, line.is_send, executable.name if executable else "", at, line.copies)
+        program = executable.name if executable else ""
+        about = About(line.device, line.stage, line.action, line.is_send, program, at, line.copies, line.fused)
         instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
     of_caller = set(map(bound.resolve, inputs))
     consumes = next((k for k, line in enumerate(lines) if not of_caller.isdisjoint(line.taken)), len(lines))

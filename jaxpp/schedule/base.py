@@ -9,6 +9,7 @@ import csv
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -98,6 +99,20 @@ class Schedule(Drawn):
     def order(self) -> tuple[Action, ...]:
         """All actions in the order they start on the unit clock: the order in which one thread should dispatch them."""
         return tuple(sorted(self.starts, key=lambda a: (self.starts[a], -a.stage)))
+
+    @cached_property
+    def pairs(self) -> Mapping[Action, Action]:
+        """The forwards and backwards of the stages whose rank runs B right behind F, for every microbatch.
+
+        Example:
+            >>> from jaxpp.schedule import make
+            >>> {str(forward): str(backward) for forward, backward in make("1f1b", 2, 2).pairs.items()}
+            {'1F0': '1B0', '1F1': '1B1'}
+        """
+        neighbours = (pair for row in self.rows for pair in itertools.pairwise(row))
+        found = {f: b for f, b in neighbours if f.kind == Kind.F and b == f._replace(kind=Kind.B)}
+        counts = Counter(f.stage for f in found)
+        return MappingProxyType({f: b for f, b in found.items() if counts[f.stage] == self.num_microbatches})
 
     @property
     def heading(self) -> str:

@@ -90,6 +90,13 @@ class Backward:
         return frozenset(ref for ref in self.then.outputs if ref.role in ACCUMULATED)
 
 
+@dataclass(frozen=True)
+class Fused(Backward):
+    """The forward and the backward of a stage as one program, twice."""
+
+    share: float  # of the FLOPs that are the forward's
+
+
 SMALL = 1 << 12  # Bytes up to which an array is packed
 
 

@@ -10,19 +10,20 @@ falls out of an equation of I (a ``scan``) is summed there. A stage whose input 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.graph import Graph, Piece, descendants, partition, trace
 from jaxpp.stages.jaxpr import CHEAP, LAYOUT, Atom, aval_of, calls_host, kind_of, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import TracedLoss, cheap_values
-from jaxpp.stages.program import Backward, Pack, Program, Ref, Role, packed, packs_of
+from jaxpp.stages.program import Backward, Fused, Pack, Program, Ref, Role, packed, packs_of
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.types import Aval, Tree
 
@@ -30,7 +31,8 @@ BACKWARD = "backward"  # The colour of the equations of B
 _T = TypeVar("_T")
 _Run = Callable[..., list[jax.Array]]
 _Added = Mapping[int, jax.ShapeDtypeStruct]  # The number of each result that is added to what was there before, and its shape
-_STATICS, _FORWARD, _INPUT, _WEIGHT = "statics", "forward", "input", "weight"
+_Results = tuple[Sequence[Ref], _Added]
+_STATICS, _FORWARD, _INPUT, _WEIGHT, _FUSED = "statics", "forward", "input", "weight", "fused"
 _OF_STEP = {Role.PARAM, Role.CONSTANT, Role.STATIC, Role.KEY}
 _OF_MICROBATCH = (Role.BATCH, Role.KEY, Role.STATE, Role.ACTIVATION, Role.COTANGENT)
 _NAMES = {"B": "backward", "I": "input_grad", "W": "weight_grad"}
@@ -44,6 +46,7 @@ class StageCode:
     statics: Program  # computes, once per step, what depends on parameters alone
     forward: Program  # of one microbatch; returns what is sent on, and the residuals
     backward: Mapping[str, Backward]  # of one microbatch, by kind: B, I and W, those that have anything to do
+    fused: Fused | None  # F and B as one program, where B waits for no other stage: that of the loss
     packs: tuple[Pack, ...]  # the small gradients that are summed as one vector
     residuals: tuple[jax.ShapeDtypeStruct, ...]  # what is kept besides the stage's own inputs and outputs
     kept: int  # bytes that one microbatch holds from its forward to its backward, inputs and outputs included
@@ -106,6 +109,7 @@ class StageBuilder:
             statics=programs.statics(),
             forward=programs.forward(programs.small if self.train else ()),
             backward={kind: program for kind, program in backward.items() if program is not None},
+            fused=programs.fused(packs) if backward.get("B") else None,
             packs=packs,
             residuals=shapes_of(programs.residuals),
             kept=programs.kept_bytes,
@@ -208,7 +212,7 @@ class StagePrograms:
         split = len(traced.results)
         self._forward_atoms, self._backward_atoms = graph.outputs[:split], graph.outputs[split:]
         homes = dict.fromkeys(variables(self._backward_atoms), BACKWARD) | dict.fromkeys(variables(self._forward_atoms), _FORWARD)
-        before = self._colors()
+        self._before = before = self._colors()
         self.lasting = {var for var, ref in self.refs.items() if ref.shared or ref.role in _OF_STEP}
         self.lasting.update(*(eqn.outvars for eqn, color in zip(graph.eqns, before, strict=True) if color == _STATICS))
         self.free = {i for i, color in enumerate(before) if color is None}
@@ -314,13 +318,17 @@ class StagePrograms:
         """Runs one microbatch's forward, and returns its small residuals in ``packs``."""
         piece = self._piece(_FORWARD)
         run = self.traced.graph.function(piece.eqns, piece.inputs, [*self._forward_atoms, *self.residuals])
-        held = {Ref(Role.AUX, leaf): Ref(Role.ROWS, leaf) for leaf in self._builder.rows}
-        outputs = [held.get(ref, ref) for ref in self.traced.results]
-        atoms = [(k, self._forward_atoms[k]) for k, ref in enumerate(outputs) if ref.role in (Role.LOSS, Role.AUX)]
-        added = {k: _average_like(aval_of(atom)) for k, atom in atoms}
+        outputs, added = self._results()
         outputs += [self.refs[var] for var in self.residuals]
         program = self._accumulating(run, piece.inputs, outputs, added)
         return self._called("forward", packed(program, (), packs) if packs else program, packs)
+
+    def _results(self) -> tuple[list[Ref], dict[int, jax.ShapeDtypeStruct]]:
+        """What the forward returns besides residuals, and the shape of each of them that is added to a sum."""
+        held = {Ref(Role.AUX, leaf): Ref(Role.ROWS, leaf) for leaf in self._builder.rows}
+        outputs = [held.get(ref, ref) for ref in self.traced.results]
+        atoms = [(k, self._forward_atoms[k]) for k, ref in enumerate(outputs) if ref.role in (Role.LOSS, Role.AUX)]
+        return outputs, {k: _average_like(aval_of(atom)) for k, atom in atoms}
 
     def backward(self, kind: str, packs: Sequence[Pack]) -> Backward | None:
         """The program of B, I or W; None if it has nothing to do."""
@@ -343,10 +351,38 @@ class StagePrograms:
         does = self._does and (self._does, name, tuple(packs))
         return replace(program, name=f"stage_{self.stage}_{name}", function=ComparableFunction(program.function, does))
 
-    def _backward(self, piece: Piece, chosen: Sequence[int], kept: Sequence[Var], *, first: bool) -> Program:
+    def fused(self, packs: Sequence[Pack]) -> Fused | None:
+        """The program of F and B, which writes no residual and repeats nothing; None if B waits for another stage's cotangent."""
+        traced, graph = self.traced, self.traced.graph
+        if not traced.seeds or any(ref.role == Role.COTANGENT and ref.peer >= 0 for ref in traced.inputs):
+            return None
+        colors = [_FUSED if color in (_FORWARD, BACKWARD) else color for color in self._before]
+        homes = dict.fromkeys(variables([*self._forward_atoms, *self._backward_atoms]), _FUSED)
+        piece = partition(graph, colors, homes).get(_FUSED, Piece())
+        chosen = range(len(traced.returned))
+        results = self._results()
+        first, then = (self._backward(piece, chosen, (), first=first, results=results) for first in (True, False))
+        sums = [pack for pack in packs if not set(pack.members).isdisjoint(then.outputs)]
+        first, then = packed(first, (), sums), packed(then, sums, sums)
+        costs = [(color, count_flops(eqn)) for color, eqn in zip(self._before, graph.eqns, strict=True)]
+        forward, whole = (sum(cost for color, cost in costs if color in which) for which in ([_FORWARD], [_FORWARD, BACKWARD]))
+        programs = self._called("forward_backward_first", first, packs), self._called("forward_backward", then, packs)
+        return Fused(*programs, forward / max(whole, 1.0))
+
+    def _backward(
+        self,
+        piece: Piece,
+        chosen: Sequence[int],
+        kept: Sequence[Var],
+        *,
+        first: bool,
+        results: _Results = ((), MappingProxyType({})),
+    ) -> Program:
+        """A program that adds gradients to their sums, or makes the sums if it is the ``first``; ahead of them ``results`` of F."""
         graph, traced, scaled_by = self.traced.graph, self.traced, self._builder.scaled_by
-        seeds = {graph.inputs[k] for k in traced.seeds}
-        run = graph.function(piece.eqns, piece.inputs, [*(self._backward_atoms[k] for k in chosen), *kept])
+        seeds, (made, totals) = {graph.inputs[k] for k in traced.seeds}, results
+        before = self._forward_atoms if made else ()
+        run = graph.function(piece.eqns, piece.inputs, [*before, *(self._backward_atoms[k] for k in chosen), *kept])
         inputs = [var for var in piece.inputs if var not in seeds]
         scaled = [Ref(Role.LOSS_SCALE, scaled_by)] if scaled_by is not None and len(inputs) < len(piece.inputs) else []
 
@@ -358,9 +394,10 @@ class StagePrograms:
         returned = [traced.returned[k] for k in chosen]
         outputs = [Ref(Role.GRAD, r.index) if r.role == Role.PARAM else Ref(Role.COTANGENT, r.index, self.stage) for r in returned]
         shapes = shapes_of(self._backward_atoms[k] for k in chosen)
-        added = {k: shape for k, (ref, shape) in enumerate(zip(outputs, shapes, strict=True)) if ref.role == Role.GRAD}
-        outputs += [self.refs[var] for var in kept]
-        return self._accumulating(seeded, inputs, outputs, added, scaled, first)
+        pairs = enumerate(zip(outputs, shapes, strict=True), len(made))
+        grads = {k: shape for k, (ref, shape) in pairs if ref.role == Role.GRAD}
+        outputs = [*made, *outputs, *(self.refs[var] for var in kept)]
+        return self._accumulating(seeded, inputs, outputs, {**totals, **grads}, scaled, grads.keys() if first else ())
 
     def _accumulating(
         self,
@@ -369,26 +406,25 @@ class StagePrograms:
         outputs: Sequence[Ref],
         added: _Added,
         scaled: Sequence[Ref] = (),
-        first: bool = False,
+        begun: Collection[int] = (),
     ) -> Program:
-        """A program that adds the weighted results ``added`` to what was there before, if any; ``run`` takes the scale last."""
+        """A program that adds the weighted results ``added`` to their sums, but begins ``begun``; ``run`` takes the scale last."""
         names, shapes = (*(self.refs[var] for var in inputs), *scaled), shapes_of(inputs)
         shapes += tuple(jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled)
         if not added:
             return Program(run, names, tuple(outputs), shapes)
-        split = len(inputs) + len(scaled)
+        split, going_on = len(inputs) + len(scaled), [k for k in added if k not in begun]
 
         def function(*args: jax.Array) -> list[jax.Array]:
             results = list(run(*args[:split]))
-            scale, totals = args[split], args[split + 1 :]
-            for number, (k, aval) in enumerate(added.items()):
+            scale, totals = args[split], dict(zip(going_on, args[split + 1 :], strict=True))
+            for k, aval in added.items():
                 share = scale.astype(aval.dtype) * jnp.asarray(results[k], aval.dtype)
-                results[k] = share if first else totals[number] + share
+                results[k] = totals[k] + share if k in totals else share
             return results
 
         names, shapes = (*names, Ref(Role.SCALE)), (*shapes, jax.ShapeDtypeStruct((), scale_dtype()))
-        if not first:
-            names, shapes = (*names, *(outputs[k] for k in added)), (*shapes, *added.values())
+        names, shapes = (*names, *(outputs[k] for k in going_on)), (*shapes, *(added[k] for k in going_on))
         return Program(function, names, tuple(outputs), shapes)
 
 

@@ -359,7 +359,11 @@ def _step_costs(plan: Plan, num_stages: int, free: Sequence[SeenStep], apart: Se
         assert isinstance(now, Action), "the first of these lines is an action"
         handed[now] += handing[number]
         if about.program and about.action is not None:
-            taken[now.kind, now.stage].append(alone[number])
+            share = 1.0 if about.fused is None else about.fused.share
+            taken[now.kind, now.stage].append(share * alone[number])
+        if about.fused is not None:
+            behind = about.fused.action
+            taken[behind.kind, behind.stage].append((1.0 - about.fused.share) * alone[number])
     dispatch: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
     for action, seconds in handed.items():
         dispatch[action.kind, action.stage].append(seconds)

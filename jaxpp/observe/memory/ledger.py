@@ -69,7 +69,7 @@ class Ledger:
 
     def _cells(self) -> list[list[str]]:
         shown = [k for k in range(len(MEMORY_KINDS)) if any(sample.kinds[k] for sample in self.samples)]
-        kinds = {line.action.kind for line in self.liveness.lines if line.action is not None}
+        kinds = {action.kind for line in self.liveness.lines for action in line.actions}
         noun = "run" if kinds == {Kind.F} else "step"
         rows = [["device", "at", *(MEMORY_KINDS[k] for k in shown), f"the {noun}'s", "temporaries", "other arrays"]]
         for sample in sorted(self.samples, key=lambda sample: (self.liveness.devices.index(sample.device), sample.moment)):

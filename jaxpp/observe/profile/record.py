@@ -179,7 +179,7 @@ def _plan_of(bound: Bound) -> Plan:
     for line in bound.lines:
         reads, writes = (tuple(slots.setdefault(name, len(slots)) for name in names) for names in (line.inputs, line.outputs))
         call, name = (_elsewhere, "") if line.program is None else (line.program.function, line.program.name)
-        about = About(line.device, line.stage, line.action, line.is_send, name, -1, line.copies)
+        about = About(line.device, line.stage, line.action, line.is_send, name, -1, line.copies, line.fused)
         lines.append(Instruction(line.label, call, reads, writes, (), about))
     return Plan(tuple(lines), len(slots), (), (), (), len(lines))
 

@@ -2,6 +2,8 @@
 
 The last is the virtual clock for instructions: each device runs its programs in the order of the plan, as soon as their operands
 are there; neither the host nor the links are waited for.
+
+A forward and a backward that one program runs are two spans, which share its time as they share its FLOPs.
 """
 
 import math
@@ -137,8 +139,13 @@ def _spans(
         begun, handed, _, _, process = stamps[number] if stamps else Stamp(zero, zero, zero)
         about, action = line.about, cast("Action | None", line.about.action)
         where = schedule.stage_to_rank[about.stage], about.sends
-        times = start, end, begun - zero, handed - zero
-        spans.append(Span(line.label, action, *where, *times, process, about.copies is not None))
+        if about.fused is None:
+            host = begun - zero, handed - zero
+            spans.append(Span(line.label, action, *where, start, end, *host, process, about.copies is not None))
+            continue
+        behind, between = about.fused.action, start + about.fused.share * (end - start)
+        spans.append(Span(str(action), action, *where, start, between, begun - zero, handed - zero, process))
+        spans.append(Span(str(behind), behind, *where, between, end, handed - zero, handed - zero, process))
     return tuple(spans)
 
 
