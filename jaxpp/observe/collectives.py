@@ -2,7 +2,7 @@
 
 The compiler makes collectives from annotations of shardings, joins several into one, or moves one out of a loop, so the text of
 what will run is read. Bytes are those of a collective's operands on one device, whatever the algorithm sends over the wires; XLA
-for CPUs has no bf16 collectives and reduces f32 instead. A program prints as computations, an instruction on each line::
+for CPUs has no bf16 collectives and reduces f32 instead. A collective in a loop runs once a trip (``jaxpp/observe/hlo.py``)::
 
     %body (arg: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
       %psum = f32[4,8]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
+from jaxpp.observe.hlo import COLLECTIVES, Computations, HloInstruction, parse_hlo, split_commas, until_closed
 from jaxpp.runtime.bind import BoundLine
 from jaxpp.runtime.place import DATA
 from jaxpp.runtime.replica_groups import Mean
@@ -35,46 +36,12 @@ from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Batch, Key
 
-_KINDS = "all-reduce all-gather reduce-scatter collective-permute all-to-all ragged-all-to-all collective-broadcast".split()
-
 _STATED = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _UNKNOWN = "?: in a loop whose number of trips is not in the program, or in a branch; counted once"
 _HOST = "(host): in host memory"
-_ARRAY = re.compile(r"(?P<type>[a-z]\w*)\[(?P<sizes>[^\]]*)\](?P<layout>\{[^}]*\})?")
-_HEADER = re.compile(r"^(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*(\(.*)?\{\s*$")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+)\s+=\s+(?P<rest>.*)$")
-_OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
-_ROLES = "calls|called_computations|to_apply|body|condition|branch_computations|true_computation|false_computation"
-_CALLED = re.compile(rf"\b(?P<role>{_ROLES})=(?:\{{(?P<many>[^{{}}]*)\}}|%?(?P<one>[\w.\-]+))")
-_TRIPS = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"(\d+)"')
 _IOTA = re.compile(r"\[(?P<to>[\d,]+)\](?:<=\[(?P<of>[\d,]+)\])?(?:T\((?P<perm>[\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(?P<sizes>[^\]]*)\](?:,\s*device_ids=\((?P<ids>[^()]*(?:\([^()]*\))?)\))?\s*\{(?P<axes>[^}]*)\}")
 _AXIS = re.compile(r"'?(?P<name>[^':,]+)'?(?::\((?P<before>\d+)\)(?P<size>\d+))?$")
-_BRANCHES = ("branch_computations", "true_computation", "false_computation")
-_HOST_MEMORY = "S(5)"
-_PACKED = re.compile(r"E\((\d+)\)")
-
-
-class Shape(NamedTuple):
-    """The arrays of a value on one device, as ``f32[4,8]``, several if it is a tuple; and the bytes of all of them."""
-
-    arrays: tuple[str, ...]
-    num_bytes: int
-    on_host: bool
-
-
-_Call = tuple[str, int | None, bool]  # a computation that is run, how often (None if not known), and whether in a loop
-
-
-class HloInstruction(NamedTuple):
-    """A line of a computation; its attributes are what stands behind the operands, without quoted strings."""
-
-    name: str
-    result: Shape
-    opcode: str
-    operands: tuple[Shape, ...]
-    attributes: str
-    calls: tuple[_Call, ...]
 
 
 @dataclass(frozen=True)
@@ -213,14 +180,14 @@ def read_collectives(hlo_text: str, mesh_shape: Mapping[str, int]) -> tuple[Coll
         got = f"a program for {math.prod(stated)} devices and a mesh of {num_devices}"
         raise ArgumentError(where, "the program must be compiled for the mesh", got, "pass mesh.shape of the program's mesh")
     found = []
-    for (name, result, opcode, operands, attributes, _), run in _walk(computations, entry, (1, False, True)):
-        groups = parse_groups(attributes, num_devices)
+    for instruction, run in _walk(computations, entry, (1, False, True)):
+        groups, operands = parse_groups(instruction.attributes, num_devices), instruction.operands
         if groups is None:
             rule = "the groups of devices must be written in a form that is known"
-            raise ArgumentError(where, rule, f"{name}{attributes[:200]}", "report it as a bug")
-        kind, num_bytes = opcode.removesuffix("-start"), sum(operand.num_bytes for operand in operands)
-        shapes = tuple(array for operand in operands for array in operand.arrays)
-        on_host = any(shape.on_host for shape in (*operands, result))
+            raise ArgumentError(where, rule, f"{instruction.name}{instruction.attributes[:200]}", "report it as a bug")
+        kind, num_bytes = instruction.does, sum(operand.num_bytes for operand in operands)
+        shapes = tuple(str(array) for operand in operands for array in operand.arrays)
+        on_host = any(shape.on_host for shape in (*operands, instruction.result))
         found.append(Collective(kind, num_bytes, groups, _axes(groups, mesh_shape), shapes, on_host, *run))
     return tuple(collective for collective in found if collective.axes)
 
@@ -228,15 +195,15 @@ def read_collectives(hlo_text: str, mesh_shape: Mapping[str, int]) -> tuple[Coll
 _Runs = tuple[int, bool, bool]  # how often a computation runs, whether in a loop, and whether that is known
 
 
-def _walk(computations: Mapping[str, Sequence[HloInstruction]], name: str, runs: _Runs) -> Iterator[tuple[HloInstruction, _Runs]]:
+def _walk(computations: Computations, name: str, runs: _Runs) -> Iterator[tuple[HloInstruction, _Runs]]:
     times, in_loop, exact = runs
     for instruction in computations.get(name, ()):
-        if instruction.opcode.removesuffix("-start") in _KINDS:
+        if instruction.does in COLLECTIVES:
             yield instruction, runs
             continue
-        for called, trips, loops in instruction.calls:
-            inside = times * (1 if trips is None else trips), in_loop or loops, exact and trips is not None
-            yield from _walk(computations, called, inside)
+        for call in instruction.calls:
+            inside = times * (1 if call.times is None else call.times), in_loop or call.in_loop, exact and call.times is not None
+            yield from _walk(computations, call.name, inside)
 
 
 def _axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
@@ -282,35 +249,6 @@ def _programs(line: BoundLine, call: Any) -> list[tuple[str, Any, dict[str, int]
     return [(label, call, sizes)]
 
 
-def parse_hlo(text: str) -> tuple[dict[str, list[HloInstruction]], str | None]:
-    """The instructions of each computation by its name, and the name of the one that is run; None if the text has none."""
-    computations: dict[str, list[HloInstruction]] = {}
-    known: dict[str, Shape] = {}
-    entry, current = None, None
-    for line in text.splitlines():
-        found = _INSTRUCTION.match(line)
-        if found and current is not None:
-            current.append(_instruction(found["name"], found["rest"], known))
-        elif found is None and (header := _HEADER.match(line)):
-            current, known = computations.setdefault(header["name"], []), {}
-            entry = header["name"] if header["entry"] else entry
-        elif line.lstrip().startswith("}"):
-            current = None
-    return computations, entry
-
-
-def parse_shape(text: str) -> Shape:
-    """The shape at the beginning of a text such as ``(f32[], bf16[16,16]{1,0:S(5)})``; tuples are flattened."""
-    arrays, num_bytes, on_host = [], 0, False
-    for found in _ARRAY.finditer(_until(text, 0) if text.startswith("(") else text.split(" ", 1)[0]):
-        layout = found["layout"] or ""
-        sizes = [int(size.strip("<= ")) for size in found["sizes"].split(",") if size.strip()]
-        arrays.append(f"{found['type']}[{found['sizes']}]")
-        num_bytes += -(-math.prod(sizes) * _bits(found["type"], layout) // 8)
-        on_host |= _HOST_MEMORY in layout
-    return Shape(tuple(arrays), num_bytes, on_host)
-
-
 def parse_groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...] | None:
     """Which devices communicate with one another: ``replica_groups``, or ``source_target_pairs``; None if their form is not known.
 
@@ -325,64 +263,9 @@ def parse_groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ..
         return tuple(map(tuple, rows.tolist()))
     if not text.startswith("{"):
         return None
-    inside = _until(text, 0)[1:-1]
+    inside = until_closed(text, 0)[1:-1]
     groups = tuple(_ints(group) for group in re.findall(r"\{([^{}]*)\}", inside)) or (_ints(inside),)
     return groups if any(groups) else (tuple(range(num_devices)),)
-
-
-def _instruction(name: str, rest: str, known: dict[str, Shape]) -> HloInstruction:
-    result = known[name] = parse_shape(rest)
-    behind = rest[len(_until(rest, 0)) :] if rest.startswith("(") else rest[len(rest.split(" ", 1)[0]) :]
-    found = _OPCODE.match(behind)
-    if found is None:
-        return HloInstruction(name, result, "", (), "", ())
-    inside = _until(behind, found.end() - 1)
-    attributes = behind[found.end() - 1 + len(inside) :]
-    opcode = found["opcode"]
-    bare = re.sub(r'"(?:[^"\\]|\\.)*"', '""', attributes)
-    texts = map(str.strip, _split(inside[1:-1])) if opcode != "constant" else ()
-    operands = tuple(known.get(text.split(" ")[-1].lstrip("%")) or parse_shape(text) for text in texts)
-    return HloInstruction(name, result, opcode, operands, bare, tuple(_calls(opcode, bare, attributes)))
-
-
-def _calls(opcode: str, bare: str, attributes: str) -> Iterator[_Call]:
-    if opcode in ("async-update", "async-done"):
-        return  # they name again what their start runs
-    trips = _TRIPS.search(attributes.replace("\\", ""))
-    for found in _CALLED.finditer(bare):
-        loops = opcode == "while"
-        times = 1 if not loops else int(trips[1]) + (found["role"] == "condition") if trips else None
-        times = None if found["role"] in _BRANCHES else times
-        for name in _split(found["many"] or found["one"] or ""):
-            yield name.strip().lstrip("%"), times, loops
-
-
-def _bits(kind: str, layout: str) -> int:
-    """Bits of an element: types of less than a byte take one, unless their layout packs them."""
-    digits, packed = re.search(r"\d+", kind), _PACKED.search(layout)
-    if kind in ("token", "opaque"):
-        return 0
-    return int(packed[1]) if packed else max(8, int(digits[0])) if digits else 8
-
-
-def _until(text: str, start: int) -> str:
-    depth = 0
-    for at in range(start, len(text)):
-        depth += (text[at] in "({[") - (text[at] in ")}]")
-        if depth == 0:
-            return text[start : at + 1]
-    return text[start:]
-
-
-def _split(text: str) -> list[str]:
-    parts, depth = [""], 0
-    for letter in re.sub(r"/\*.*?\*/", "", text):
-        depth += (letter in "({[") - (letter in ")}]")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part for part in parts if part.strip()]
 
 
 def _ints(text: str) -> tuple[int, ...]:
@@ -405,7 +288,8 @@ def _mesh_groups(found: re.Match[str]) -> np.ndarray:
     ids = found["ids"] or ""
     iota = _IOTA.match(ids)
     devices = _iota(iota).ravel() if iota else np.array(_ints(ids) or range(math.prod(sizes.values())))
-    wanted = [(axis["name"], axis["before"], axis["size"]) for part in _split(found["axes"]) if (axis := _AXIS.match(part.strip()))]
+    matched = [_AXIS.match(part.strip()) for part in split_commas(found["axes"])]
+    wanted = [(axis["name"], axis["before"], axis["size"]) for axis in matched if axis]
     cuts = {name: {1, size} for name, size in sizes.items()}
     for name, before, size in wanted:
         cuts[name] |= {int(before), int(before) * int(size)} if before else set()

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.collectives import Collective, Collectives, ProgramCollective, parse_groups, parse_shape, read_collectives
+from jaxpp.observe.collectives import Collective, Collectives, ProgramCollective, parse_groups, read_collectives
 
 SIZES = {"data": 2, "model": 2}
 ALONG_DATA, ALONG_MODEL = {(0, 2), (1, 3)}, {(0, 1), (2, 3)}
@@ -203,24 +203,6 @@ def test_a_start_and_its_done_are_one_collective_and_host_memory_is_seen():
 )
 def test_every_form_of_groups_is_read(text, groups):
     assert parse_groups(f", channel_id=1, replica_groups={text}, to_apply=%add", 4) == groups
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
-        ("f32[]", 4),
-        ("bf16[3,5]{1,0}", 30),
-        ("f64[2]{0:T(256)}", 16),
-        ("(f16[3]{0}, (c64[2], pred[7]{0}), token[])", 6 + 16 + 7),
-        ("u8[0,4]{1,0}", 0),
-        ("s4[5]{0}", 5),
-        ("s4[5]{0:E(4)}", 3),
-        ("f8e4m3fn[6]{0}", 6),
-        ("s64[<=4]{0}", 32),
-    ],
-)
-def test_bytes_of_a_shape_are_those_of_its_arrays(text, num_bytes):
-    assert parse_shape(text).num_bytes == num_bytes
 
 
 def collective(kind, num_bytes, *axes, times=1):

@@ -1,0 +1,567 @@
+"""Kernels are read from what the compiler made for four H100s, without any, and for CPUs; the counts are those made by hand."""
+
+import math
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import topologies
+from jax.lax import DotAlgorithmPreset
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpp.observe.hlo import aliased, float64_in, parse_hlo, parse_shape, read_kernels
+from models.gpt import GPT
+
+BF16, F32, S32 = 2, 4, 4  # bytes of an element
+NONE: dict[str, int] = {}
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("f32[]", 4),
+        ("bf16[3,5]{1,0}", 30),
+        ("f64[2]{0:T(256)}", 16),
+        ("(f16[3]{0}, (c64[2], pred[7]{0}), token[])", 6 + 16 + 7),
+        ("u8[0,4]{1,0}", 0),
+        ("s4[5]{0}", 5),
+        ("s4[5]{0:E(4)}", 3),
+        ("f8e4m3fn[6]{0}", 6),
+        ("s64[<=4]{0}", 32),
+    ],
+)
+def test_bytes_of_a_shape_are_those_of_its_arrays(text, num_bytes):
+    assert parse_shape(text).num_bytes == num_bytes
+
+
+def test_tuples_are_flattened_and_an_array_prints_as_hlo_writes_it():
+    shape = parse_shape("(f32[], (bf16[16,4]{1,0:S(5)}, pred[7]{0})) tuple(%a)")
+    assert [str(array) for array in shape.arrays] == ["f32[]", "bf16[16,4]", "pred[7]"]
+    assert [array.on_host for array in shape.arrays] == [False, True, False]
+    assert (shape.size, shape.num_bytes, shape.on_host) == (1 + 64 + 7, 4 + 128 + 7, True)
+
+
+def test_instructions_are_read_with_their_operands_and_what_they_call():
+    computations, entry = parse_hlo(LOOP)
+    assert entry == "main"
+    body = {instruction.name: instruction for instruction in computations["body"]}
+    assert [name for name, instruction in body.items() if instruction.is_root] == ["next"]
+    assert body["layer"].names == ("w", "x")
+    assert [str(array) for operand in body["layer"].operands for array in operand.arrays] == ["f32[6,8,16]", "f32[8,16]"]
+    (loop,) = [instruction for instruction in computations["main"] if instruction.opcode == "while"]
+    assert [(call.name, call.role, call.times) for call in loop.calls] == [("cond", "condition", 7), ("body", "body", 6)]
+
+
+def counts(text):
+    """Of each kernel: its kind, who wrote it, runs, products, other FLOPs, bytes read, bytes written."""
+    found = read_kernels(text)
+    return [(one.kind, one.by, one.runs, one.products, one.flops, one.bytes_read, one.bytes_written) for one in found]
+
+
+LOOP = """HloModule jit_loop, input_output_alias={ {0}: (2, {}, may-alias), {1,0}: (5, {}, must-alias) }, num_partitions=1
+
+%fused (p: f32[6,8,16], q: f32[8,16]) -> f32[8,16] {
+  %p = f32[6,8,16]{2,1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %row = f32[1,8,16]{2,1,0} dynamic-slice(%p, %zero, %zero, %zero), dynamic_slice_sizes={1,8,16}
+  %flat = f32[8,16]{1,0} bitcast(%row)
+  %q = f32[8,16]{1,0} parameter(1)
+  ROOT %sum = f32[8,16]{1,0} add(%flat, %q)
+}
+
+%body (arg: (f32[8,16], f32[6,8,16])) -> (f32[8,16], f32[6,8,16]) {
+  %arg = (f32[8,16]{1,0}, f32[6,8,16]{2,1,0}) parameter(0)
+  %x = f32[8,16]{1,0} get-tuple-element(%arg), index=0
+  %w = f32[6,8,16]{2,1,0} get-tuple-element(%arg), index=1
+  %layer = f32[8,16]{1,0} fusion(%w, %x), kind=kLoop, calls=%fused
+  ROOT %next = (f32[8,16]{1,0}, f32[6,8,16]{2,1,0}) tuple(%layer, %w)
+}
+
+%cond (arg.1: (f32[8,16], f32[6,8,16])) -> pred[] {
+  %arg.1 = (f32[8,16]{1,0}, f32[6,8,16]{2,1,0}) parameter(0)
+  %y = f32[8,16]{1,0} get-tuple-element(%arg.1), index=0
+  ROOT %less = pred[] custom-call(%y), custom_call_target="less"
+}
+
+ENTRY %main (x: f32[8,16], w: f32[6,8,16]) -> (f32[8,16], f32[6,8,16]) {
+  %x = f32[8,16]{1,0} parameter(0)
+  %w = f32[6,8,16]{2,1,0} parameter(1)
+  %t = (f32[8,16]{1,0}, f32[6,8,16]{2,1,0}) tuple(%x, %w)
+  ROOT %loop = (f32[8,16]{1,0}, f32[6,8,16]{2,1,0}) while(%t), condition=%cond, body=%body, TRIPS
+}
+""".replace("TRIPS", 'backend_config={"known_trip_count":{"n":"6"}}')
+
+
+def test_a_loop_of_known_trips_runs_its_body_that_often_and_does_not_evaluate_its_condition():
+    (layer,) = read_kernels(LOOP)
+    assert (layer.name, layer.runs, layer.exact, layer.flops) == ("layer", 6, True, 8 * 16)
+    assert (layer.bytes_read, layer.bytes_written) == (2 * 8 * 16 * F32, 8 * 16 * F32)  # one row of six, and the sum
+
+
+def test_a_loop_of_unknown_trips_counts_as_one_trip_and_evaluates_its_condition():
+    less, layer = read_kernels(re.sub(r", backend_config=.*", "", LOOP))
+    assert (less.kind, less.by, less.runs, less.exact) == ("custom call", "less", 1, False)
+    assert (less.bytes_read, less.bytes_written) == (8 * 16 * F32, 1)
+    assert (layer.runs, layer.exact) == (1, False)
+
+
+def test_parameters_that_a_result_takes_over_are_those_of_the_header():
+    assert aliased(LOOP) == {2, 5}
+    assert aliased(LOOP.replace("input_output_alias", "other")) == frozenset()
+
+
+def test_double_precision_is_found_wherever_it_is():
+    assert not float64_in(LOOP)
+    assert float64_in(LOOP.replace("%row = f32[1,8,16]", "%row = f64[1,8,16]"))
+
+
+def entry(*lines, before=""):
+    return f"HloModule m\n\n{before}\nENTRY %main () -> () {{\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+
+
+X, Y = "%x = f32[64,32]{1,0} parameter(0)", "%y = f32[32,16]{1,0} parameter(1)"
+DIMS = '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[]}'
+PRODUCT = 2 * 64 * 32 * 16
+
+
+def cublas(precision, result="(f32[64,16]{1,0}, s8[4194304]{0})", target="__cublas$lt$matmul"):
+    config = f'{{"gemm_backend_config":{{{DIMS},"precision_config":{{{precision}}}}}}}'
+    call = f'%p = {result} custom-call(%x, %y), custom_call_target="{target}", backend_config={config}'
+    return entry(X, Y, call)
+
+
+@pytest.mark.parametrize(
+    ("precision", "products"),
+    [
+        ('"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"ALG_UNSET"', {"tensorfloat32": PRODUCT}),
+        ('"operand_precision":["HIGHEST","HIGHEST"],"algorithm":"ALG_UNSET"', {"float32": PRODUCT}),
+        ('"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"ALG_DOT_F32_F32_F32"', {"float32": PRODUCT}),
+        ('"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"ALG_DOT_BF16_BF16_F32_X3"', {"bfloat16": 3 * PRODUCT}),
+        ('"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"ALG_DOT_ANY_F8_ANY_F8_F32"', {"float8": PRODUCT}),
+    ],
+)
+def test_a_call_of_cublas_is_a_product_without_its_workspace(precision, products):
+    assert counts(cublas(precision)) == [("product", "cuBLAS", 1, products, 0, (64 * 32 + 32 * 16) * F32, 64 * 16 * F32)]
+    assert counts(cublas(precision, result="f32[64,16]{1,0}", target="__cublas$gemm")) == counts(cublas(precision))
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "name"),
+    [("bf16", 1, "bfloat16"), ("f8e5m2", 1, "float8"), ("s8", 1, "int8"), ("f64", 1, "float64"), ("c64", 4, "float32")],
+)
+def test_a_product_by_xla_is_computed_in_the_type_of_its_operands(kind, factor, name):
+    dot = f"%dot = {kind}[64,16]{{1,0}} dot(%x, %y), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+    (product,) = read_kernels(entry(X.replace("f32", kind), Y.replace("f32", kind), dot))
+    assert (product.kind, product.by, product.products) == ("product", "XLA", {name: factor * PRODUCT})
+
+
+LABELS = "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f"
+
+
+@pytest.mark.parametrize(
+    ("target", "result", "operands"),
+    [
+        ("Forward", "bf16[8,32,32,128]", ("bf16[8,32,32,64]", "bf16[128,3,3,64]")),
+        ("BackwardInput", "bf16[8,32,32,64]", ("bf16[8,32,32,128]", "bf16[128,3,3,64]")),
+        ("BackwardFilter", "bf16[128,3,3,64]", ("bf16[8,32,32,64]", "bf16[8,32,32,128]")),
+    ],
+)
+def test_convolutions_of_cudnn_and_their_gradients_cost_the_same(target, result, operands):
+    parameters = [f"%p{i} = {shape} parameter({i})" for i, shape in enumerate(operands)]
+    call = f'%conv = ({result}, u8[64]{{0}}) custom-call(%p0, %p1), {LABELS}, custom_call_target="__cudnn$conv{target}"'
+    flops = 2 * (8 * 32 * 32 * 128) * (3 * 3) * 64
+    sizes = [math.prod(parse_shape(shape).arrays[0].sizes) * BF16 for shape in (*operands, result)]
+    assert counts(entry(*parameters, call)) == [("product", "cuDNN", 1, {"bfloat16": flops}, 0, sizes[0] + sizes[1], sizes[2])]
+
+
+@pytest.mark.parametrize(("target", "products"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])
+def test_attention_of_cudnn_is_the_products_of_its_scores(target, products):
+    config = '{"cudnn_fmha_backend_config":{"fmha_scale":0.125,"intermediate_tensor_shape":{"element_type":"BF16",'
+    config += '"dimensions":["2","8","1024","512"],"tuple_shapes":[]},"mask_type":"CAUSAL"}}'
+    shapes = ["bf16[2,1024,8,64]", "bf16[2,512,8,64]", "bf16[2,512,8,64]"]
+    parameters = [f"%p{i} = {shape}{{3,2,1,0}} parameter({i})" for i, shape in enumerate(shapes)]
+    result = "(bf16[2,1024,8,64]{3,2,1,0}, u8[0]{0})"
+    call = f'%a = {result} custom-call(%p0, %p1, %p2), custom_call_target="__cudnn${target}", backend_config={config}'
+    (kernel,) = read_kernels(entry(*parameters, call))
+    assert (kernel.by, kernel.products) == ("cuDNN", {"bfloat16": products * 2 * (2 * 8 * 1024 * 512) * 64})
+
+
+FUSED = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%replace (d: f32[], e: f32[]) -> f32[] {
+  %d = f32[] parameter(0)
+  ROOT %e = f32[] parameter(1)
+}
+
+%halves (p: f32[64,32]) -> f32[64,16] {
+  %p = f32[64,32]{1,0} parameter(0)
+  %wide = f32[64,32]{1,0} negate(%p)
+  %left = f32[64,8]{1,0} slice(%wide), slice={[0:64], [0:8]}
+  %right = f32[64,8]{1,0} slice(%wide), slice={[0:64], [24:32]}
+  ROOT %both = f32[64,16]{1,0} concatenate(%left, %right), dimensions={1}
+}
+
+%keep (q: f32[64,32], u: f32[1,32], i: s32[]) -> (f32[64,32], f32[64,32]) {
+  %q = f32[64,32]{1,0} parameter(0)
+  %u = f32[1,32]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %old = f32[1,32]{1,0} dynamic-slice(%q, %i, %zero), dynamic_slice_sizes={1,32}
+  %new = f32[1,32]{1,0} add(%old, %u)
+  %once = f32[64,32]{1,0} dynamic-update-slice(%q, %new, %i, %zero)
+  %twice = f32[64,32]{1,0} dynamic-update-slice(%once, %u, %zero, %zero)
+  %empty = f32[64,32]{1,0} broadcast(%zero), dimensions={}
+  %fresh = f32[64,32]{1,0} dynamic-update-slice(%empty, %u, %i, %zero)
+  ROOT %pair = (f32[64,32]{1,0}, f32[64,32]{1,0}) tuple(%twice, %fresh)
+}
+
+%some_calls (r: f32[64,32]) -> f32[64,16] {
+  %r = f32[64,32]{1,0} parameter(0)
+  ROOT %inner = f32[64,16]{1,0} fusion(%r), kind=kLoop, calls=%halves
+}
+"""
+UPDATE, INDEX = "%u = f32[1,32]{1,0} parameter(1)", "%i = s32[] parameter(2)"
+
+
+def test_what_a_fusion_slices_counts_as_what_is_read_of_it():
+    fusion = "%f = f32[64,16]{1,0} fusion(%x), kind=kLoop, calls=%halves"
+    sliced = (64 * 8 + 64 * 8) * F32
+    assert counts(entry(X, fusion, before=FUSED)) == [("elementwise", "XLA", 1, NONE, 64 * 32, sliced, 64 * 16 * F32)]
+
+
+def test_updates_of_a_buffer_that_a_result_takes_over_count_and_the_buffer_does_not():
+    fusion = "%f = (f32[64,32]{1,0}, f32[64,32]{1,0}) fusion(%x, %u, %i), kind=kLoop, calls=%keep"
+    read = 32 * F32 + 32 * F32 + S32  # the old row, the update and the index
+    written = 2 * 32 * F32 + 64 * 32 * F32  # two rows in place, and a new buffer
+    assert counts(entry(X, UPDATE, INDEX, fusion, before=FUSED)) == [("copy", "XLA", 1, NONE, 32, read, written)]
+
+
+@pytest.mark.parametrize(("apply", "reads", "flops"), [("add", 2, 5 * 32), ("replace", 1, 0)])
+def test_a_scatter_reads_what_it_adds_to_and_not_what_it_replaces(apply, reads, flops):
+    indices, updates = "%n = s32[5]{0} parameter(1)", "%u = f32[5,32]{1,0} parameter(2)"
+    scatter = f"%s = f32[64,32]{{1,0}} scatter(%x, %n, %u), update_window_dims={{1}}, to_apply=%{apply}"
+    rows = 5 * 32 * F32
+    scattered = ("scatter", "XLA", 1, NONE, flops, reads * rows + 5 * S32, rows)
+    assert counts(entry(X, indices, updates, scatter, before=FUSED)) == [scattered]
+
+
+def test_an_operand_that_is_passed_twice_is_read_once_also_behind_bitcasts():
+    turned = "%z = f32[32,64]{0,1} bitcast(%x)"
+    dot = "%dot = f32[64,64]{1,0} dot(%x, %z), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    assert counts(entry(X, turned, dot)) == [("product", "XLA", 1, {"float32": 2 * 64 * 64 * 32}, 0, 64 * 32 * F32, 64 * 64 * F32)]
+    pair = "%t = (f32[64,32]{1,0}, f32[64,32]{1,0}) parameter(0)"
+    parts = [f"%g{i} = f32[64,32]{{1,0}} get-tuple-element(%t), index={i}" for i in range(2)]
+    different, same = "%a = f32[64,32]{1,0} add(%g0, %g1)", "%a = f32[64,32]{1,0} add(%g1, %g1)"
+    assert [kernel.bytes_read for kernel in read_kernels(entry(pair, *parts, different))] == [2 * 64 * 32 * F32]
+    assert [kernel.bytes_read for kernel in read_kernels(entry(pair, *parts, same))] == [64 * 32 * F32]
+
+
+def test_a_window_needs_all_that_it_slides_over():
+    pool = "%p = f32[32,32]{1,0} reduce-window(%x, %zero), window={size=2x1 stride=2x1}, to_apply=%add"
+    reduced = ("reduction", "XLA", 1, NONE, 2 * 32 * 32, 64 * 32 * F32 + F32, 32 * 32 * F32)
+    assert counts(entry(X, "%zero = f32[] constant(0)", pool, before=FUSED)) == [reduced]
+
+
+def test_what_has_started_writes_what_is_done_and_runs_once():
+    names = {"n": "f32[64,32]{1,0}", "h": "f32[64,32]{1,0:S(5)}", "w": "f32[256,32]{1,0}", "a": "f32[64,16]{1,0}"}
+    text = entry(
+        X,
+        f"%cs = ({names['h']}, {names['n']}, u32[]) copy-start(%x)",
+        f"%gs = ({names['n']}, {names['w']}) all-gather-start(%x), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}",
+        f"%as = (({names['n']}), {names['a']}, u32[]) async-start(%x), calls=%some_calls",
+        f"%fs = (({names['n']}), {names['a']}, u32[]) fusion-start(%x), kind=kLoop, calls=%halves",
+        f"%cd = {names['h']} copy-done(%cs)",
+        f"%gd = {names['w']} all-gather-done(%gs)",
+        f"%ad = {names['a']} async-done(%as), calls=%some_calls",
+        f"%fd = {names['a']} fusion-done(%fs), calls=%halves",
+        before=FUSED,
+    )
+    copy, gather, inner, fusion = read_kernels(text)
+    size = 64 * 32 * F32
+    assert (copy.kind, copy.bytes_read, copy.bytes_written, copy.host_bytes) == ("copy", size, 0, size)
+    assert (gather.kind, gather.bytes_read, gather.bytes_written, gather.host_bytes) == ("collective", size, 4 * size, 0)
+    assert (inner.name, fusion.name) == ("inner", "fs")
+    assert inner.bytes_read == inner.bytes_written == fusion.bytes_read == fusion.bytes_written == 64 * 16 * F32
+
+
+def test_the_computation_of_a_call_is_looked_into_and_the_dearest_branch_counts():
+    call = "%c = f32[64,16]{1,0} call(%x), to_apply=%some_calls"
+    branch = "%b = f32[64,16]{1,0} conditional(%i, %x, %x), branch_computations={%some_calls, %dear}"
+    dear = "%dear (s: f32[64,32]) -> f32[64,32] {\n  %s = f32[64,32]{1,0} parameter(0)\n  ROOT %all = f32[64,32]{1,0} tanh(%s)\n}\n"
+    found = read_kernels(entry(X, INDEX, call, branch, before=FUSED + dear))
+    assert [(kernel.name, kernel.runs, kernel.exact) for kernel in found] == [("inner", 1, True), ("all", 1, False)]
+
+
+def test_what_is_not_known_is_a_kernel_with_the_bytes_of_its_operands():
+    (kernel,) = read_kernels(entry(X, UPDATE, "%f = (f32[64,32]{1,0}, s32[4]{0}) frobnicate(%x, %u), wobble=[{(3}]"))
+    assert (kernel.kind, kernel.by, kernel.flops, kernel.products) == ("other", "XLA", 0, {})
+    assert (kernel.bytes_read, kernel.bytes_written) == ((64 + 1) * 32 * F32, 64 * 32 * F32 + 4 * S32)
+    assert read_kernels("") == read_kernels("module @jit_sin {\n}") == ()
+
+
+# What follows compiles for GPUs that are not there. jaxpp.target("h100", 4) will replace this description and this fixture.
+H100 = """gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64 device_address_bits: 64 name: "NVIDIA H100 80GB HBM3" dnn_version: "9.10.0" runtime_version: "12.8.0"
+  driver_version: "13.0.0" compile_time_toolkit_version: "12.8.0"
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    plugin = pytest.importorskip("jax_plugins.xla_cuda12")
+    jax.devices()  # JAX finds its plugins; without a driver, that of CUDA refuses to be one
+    options = {"platform": "cuda", "target_config": H100, "topology": "1x1x4"}
+    try:
+        return topologies.get_topology_desc(**options).devices
+    except NotImplementedError:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+            plugin.initialize()
+        return topologies.get_topology_desc(**options).devices
+
+
+@pytest.fixture
+def on_gpu(gpus):
+    """The text of a function that is compiled for one GPU, for arguments such as ``"f32[8,16]"``."""
+    on = SingleDeviceSharding(gpus[0])
+    dtypes = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "pred": "bool", "f64": "float64"}
+
+    def text(function, *shapes, **options):
+        arrays = [parse_shape(shape).arrays[0] for shape in shapes]
+        args = [jax.ShapeDtypeStruct(array.sizes, dtypes[array.type], sharding=on) for array in arrays]
+        return jax.jit(function, **{"out_shardings": on} | options).lower(*args).compile().as_text()
+
+    return text
+
+
+BY_CUBLAS = {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}
+N = 1024 * 1024
+
+
+def scan(x, layers):
+    return jax.lax.scan(lambda x, layer: (jnp.tanh(x + layer), None), x, layers)[0]
+
+
+def conv(x, w):
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def update(cache, new, at):
+    return jax.lax.dynamic_update_slice(cache, new, (0, at, 0))
+
+
+CACHE = "bf16[8,1024,64]", "bf16[8,1,64]", "s32[]"
+CONV = "bf16[8,32,32,64]", "bf16[3,3,64,128]"
+IMAGES = 8 * 32 * 32  # pixels of a batch
+CONV_FLOPS = 2 * (IMAGES * 128) * (3 * 3) * 64  # of each element of the result, the products with a window
+TURNED = ("copy", "XLA", 1, NONE, 0, 3 * 3 * 64 * 128 * BF16, 3 * 3 * 64 * 128 * BF16)  # the kernel of a convolution, for cuDNN
+CLAMPED = 3  # a position is compared with 0, moved from the end, and selected
+UPDATED = ("copy", "XLA", 1, NONE, CLAMPED, 8 * 64 * BF16 + S32, 8 * 64 * BF16)
+PROGRAMS = {
+    "a product": (
+        (lambda x, y: x @ y, "bf16[8192,4096]", "bf16[4096,8192]"),
+        {},
+        [("product", "Triton", 1, {"bfloat16": 2 * 8192 * 4096 * 8192}, 0, 2 * 8192 * 4096 * BF16, 8192 * 8192 * BF16)],
+    ),
+    "a product with itself": (
+        (lambda x: x @ x, "f32[4096,4096]"),
+        {},
+        [("product", "Triton", 1, {"tensorfloat32": 2 * 4096**3}, 0, 4096**2 * F32, 4096**2 * F32)],
+    ),
+    "a product with an epilogue": (
+        (lambda x, y, b: jax.nn.relu(x @ y + b), "bf16[4096,4096]", "bf16[4096,4096]", "bf16[4096]"),
+        {},
+        [("product", "Triton", 1, {"bfloat16": 2 * 4096**3}, 2 * 4096**2, (2 * 4096**2 + 4096) * BF16, 4096**2 * BF16)],
+    ),
+    "a product in three products": (
+        (lambda x, y: jax.lax.dot(x, y, precision=DotAlgorithmPreset.BF16_BF16_F32_X3), "f32[4096,4096]", "f32[4096,4096]"),
+        {},
+        [("product", "Triton", 1, {"bfloat16": 3 * 2 * 4096**3}, 0, 2 * 4096**2 * F32, 4096**2 * F32)],
+    ),
+    "a product by cuBLAS": (
+        (lambda x, y: jnp.dot(x, y, precision="highest"), "f32[1023,511]", "f32[511,257]"),
+        BY_CUBLAS,
+        [("product", "cuBLAS", 1, {"float32": 2 * 1023 * 511 * 257}, 0, (1023 * 511 + 511 * 257) * F32, 1023 * 257 * F32)],
+    ),
+    "products of a batch by cuBLAS": (
+        (lambda x, y: jnp.einsum("bij,bkj->bik", x, y), "f32[8,128,64]", "f32[8,32,64]"),
+        BY_CUBLAS,
+        [("product", "cuBLAS", 1, {"tensorfloat32": 2 * 8 * 128 * 64 * 32}, 0, 8 * (128 + 32) * 64 * F32, 8 * 128 * 32 * F32)],
+    ),
+    "elementwise work": (
+        (lambda x: jnp.sin(x) * 2 + x, "f32[1024,1024]"),
+        {},
+        [("elementwise", "XLA", 1, NONE, 3 * N, N * F32, N * F32)],
+    ),
+    "an update with momentum": (
+        (lambda p, m, g: (p - m, 0.9 * m + g), "f32[1024,1024]", "f32[1024,1024]", "f32[1024,1024]"),
+        {"donate_argnums": (0, 1)},
+        [("elementwise", "XLA", 1, NONE, 3 * N, 3 * N * F32, 2 * N * F32)],
+    ),
+    "a reduction": (
+        (lambda x: x.sum(0), "f32[1024,4096]"),
+        {},
+        [("reduction", "XLA", 1, NONE, 4 * N, 4 * N * F32, 4096 * F32)],
+    ),
+    "a softmax": (  # maximum, difference, exponential, sum, quotient
+        (jax.nn.softmax, "f32[1024,4096]"),
+        {},
+        [("reduction", "Triton", 1, NONE, 5 * 4 * N, 4 * N * F32, 4 * N * F32)],
+    ),
+    "a scan over six layers": (  # the counter and the carry are copied first; the counter is incremented by a kernel of its own
+        (scan, "f32[1024,1024]", "f32[6,1024,1024]"),
+        {},
+        [
+            ("copy", "XLA", 1, NONE, 0, S32, S32),
+            ("copy", "XLA", 1, NONE, 0, N * F32, N * F32),
+            ("elementwise", "XLA", 6, NONE, 2 * N, 2 * N * F32 + S32, N * F32),
+            ("elementwise", "XLA", 6, NONE, 1, S32, S32),
+        ],
+    ),
+    "an embedding": (
+        (lambda e, tokens: e[tokens], "bf16[50000,512]", "s32[16,128]"),
+        {},
+        [("copy", "XLA", 1, NONE, CLAMPED * 16 * 128, 16 * 128 * (512 * BF16 + S32), 16 * 128 * 512 * BF16)],
+    ),
+    "rows that are added in place": (
+        (lambda e, rows, new: e.at[rows].add(new), "f32[50000,512]", "s32[64]", "f32[64,512]"),
+        {"donate_argnums": 0},
+        [("scatter", "XLA", 1, NONE, (512 + CLAMPED) * 64, 64 * (2 * 512 * F32 + S32), 64 * 512 * F32)],
+    ),
+    "an update in place": ((update, *CACHE), {"donate_argnums": 0}, [UPDATED]),
+    "an update of a copy": (
+        (update, *CACHE),
+        {},
+        [("copy", "XLA", 1, NONE, 0, 8 * 1024 * 64 * BF16, 8 * 1024 * 64 * BF16), UPDATED],
+    ),
+    "a slice": (
+        (lambda x, at: jnp.sin(jax.lax.dynamic_slice(x, (0, at, 0), (8, 1, 64))), "f32[8,1024,64]", "s32[]"),
+        {},
+        [("elementwise", "XLA", 1, NONE, 8 * 64 + CLAMPED, 8 * 64 * F32 + S32, 8 * 64 * F32)],
+    ),
+    "a sort": (  # that keeps the order of equal values writes that order too
+        (jnp.sort, "f32[1024,1000]"),
+        {},
+        [("sort", "XLA", 1, NONE, 0, 1024 * 1000 * F32, 1024 * 1000 * (F32 + S32))],
+    ),
+    "a convolution": (
+        (conv, *CONV),
+        {},
+        [
+            TURNED,
+            ("product", "cuDNN", 1, {"bfloat16": CONV_FLOPS}, 0, (IMAGES * 64 + 3 * 3 * 64 * 128) * BF16, IMAGES * 128 * BF16),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_gpu_runs_is_what_is_counted_by_hand(name, on_gpu):
+    program, options, kernels = PROGRAMS[name]
+    text = on_gpu(*program, **options)
+    assert counts(text) == kernels
+    assert all(kernel.exact and not kernel.host_bytes for kernel in read_kernels(text))
+    donated = options.get("donate_argnums", ())
+    assert aliased(text) == set(np.atleast_1d(donated))
+    assert not float64_in(text)
+
+
+def test_double_precision_on_a_gpu_is_found(x64, on_gpu):
+    text = on_gpu(lambda x, y: x @ y, "f64[2048,2048]", "f64[2048,2048]")
+    assert float64_in(text)
+    assert total_products(text) == {"float64": 2 * 2048**3}
+
+
+def test_gradients_of_a_convolution_cost_as_much_as_the_convolution(on_gpu):
+    gradients = jax.grad(lambda x, w: jax.nn.relu(conv(x, w)).sum().astype("float32"), (0, 1))
+    assert total_products(on_gpu(gradients, *CONV)) == {"bfloat16": 3 * CONV_FLOPS}
+
+
+def test_an_all_reduce_reads_and_writes_the_array_on_each_device(gpus):
+    mesh = Mesh(np.array(gpus), ("data",))
+    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    summed = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+    x = jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=split)
+    text = jax.jit(summed, out_shardings=whole).lower(x).compile().as_text()
+    size = 256 * 256 * F32
+    assert counts(text) == [("copy", "XLA", 1, NONE, 0, size, size), ("collective", "XLA", 1, NONE, 0, size, size)]
+
+
+def test_a_copy_to_the_host_is_counted_apart(gpus, on_gpu):
+    host = SingleDeviceSharding(gpus[0], memory_kind="pinned_host")
+    text = on_gpu(lambda x: jax.device_put(jnp.sin(x), jax.memory.Space.Host), "f32[1024,1024]", out_shardings=host)
+    sine, copy = read_kernels(text)
+    assert (sine.kind, sine.bytes_read, sine.bytes_written, sine.host_bytes) == ("elementwise", N * F32, N * F32, 0)
+    assert (copy.kind, copy.bytes_read, copy.bytes_written, copy.host_bytes) == ("copy", N * F32, 0, N * F32)
+
+
+def test_the_dearest_branch_and_a_loop_of_unknown_trips_are_not_exact(on_gpu):
+    def branch(which, x):
+        return jax.lax.cond(which, lambda x: x @ x, lambda x: x * 2, x)
+
+    for dear in (branch, lambda which, x: branch(~which, x)):
+        found = read_kernels(on_gpu(dear, "pred[]", "f32[4096,4096]"))
+        products = [kernel for kernel in found if kernel.products]
+        assert [(kernel.products, kernel.exact) for kernel in products] == [({"tensorfloat32": 2 * 4096**3}, False)]
+        assert not [kernel for kernel in found if kernel.flops > 1]  # the other branch
+    loop = on_gpu(lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 99, lambda x: x @ x, x), "f32[4096,4096]")
+    assert [(kernel.runs, kernel.exact) for kernel in read_kernels(loop) if kernel.products] == [(1, False)]
+    assert [kernel.exact for kernel in read_kernels(loop) if kernel.kind == "elementwise"] == [False]  # the condition
+
+
+def total_products(text):
+    total = Counter()
+    for kernel in read_kernels(text):
+        total.update({name: kernel.runs * flops for name, flops in kernel.products.items()})
+    return dict(total)
+
+
+BATCH, LENGTH, WIDTH, DEPTH, VOCAB = 4, 64, 64, 2, 128
+
+
+def gpt_text(sharding):
+    """The text of loss and gradients of a small decoder."""
+    model = GPT(vocab_size=VOCAB, max_length=LENGTH, width=WIDTH, depth=DEPTH, dropout=0.0)
+
+    def loss(params, tokens):
+        return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, tokens, deterministic=True), tokens).mean()
+
+    tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32, sharding=sharding)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params)
+    return jax.jit(jax.value_and_grad(loss), out_shardings=sharding).lower(params, tokens).compile().as_text()
+
+
+def gpt_products():
+    """2 m n k of each product, and twice that for its gradients: 12 squares of the width a block, scores and values, and logits."""
+    tokens = BATCH * LENGTH
+    blocks = DEPTH * (2 * tokens * 12 * WIDTH**2 + 2 * 2 * tokens * LENGTH * WIDTH)
+    return 3 * (blocks + 2 * tokens * WIDTH * VOCAB)
+
+
+def test_the_products_of_a_decoder_and_its_gradients_on_a_gpu_are_those_of_its_formula(gpus):
+    assert total_products(gpt_text(SingleDeviceSharding(gpus[0]))) == {"tensorfloat32": gpt_products()}
+
+
+def test_the_products_of_a_decoder_and_its_gradients_on_a_cpu_are_those_of_its_formula():
+    text = gpt_text(SingleDeviceSharding(jax.devices()[0]))
+    assert total_products(text) == {"float32": gpt_products()}
+    assert {kernel.by for kernel in read_kernels(text) if kernel.products} == {"XLA"}
+    assert all(kernel.exact for kernel in read_kernels(text))
