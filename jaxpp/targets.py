@@ -20,7 +20,6 @@ import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -605,8 +604,8 @@ def refuse_compile_only(
         raise ArgumentError(where, "it holds arrays, and these devices only compile programs", got, fix)
 
 
-def device_name(device: Any) -> str:
-    """How tables call a device: ``H100:2`` if it only compiles (``gpu:2`` if its numbers are not known), else as it does itself."""
+def device_name(device: Device) -> str:
+    """How tables call a device: ``H100:2`` if it only compiles (``gpu:2`` if its numbers are not known), else as JAX does."""
     if not isinstance(device, jax.Device) or not compiles_only(device):
         return str(device)
     known = target_of(device)

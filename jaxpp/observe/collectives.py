@@ -2,7 +2,7 @@
 
 The compiler makes collectives from annotations of shardings, joins several into one, or moves one out of a loop, so the text of
 what will run is read. Bytes are those of a collective's operands on one device, whatever the algorithm sends over the wires; XLA
-for CPUs has no bf16 collectives and reduces f32 instead. A collective in a loop runs once a trip (``jaxpp/observe/hlo.py``)::
+for CPUs has no bf16 collectives and reduces f32 instead. A collective in a loop runs once a trip (``jaxpp/runtime/hlo.py``)::
 
     %body (arg: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
       %psum = f32[4,8]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
@@ -26,8 +26,8 @@ import numpy as np
 
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.hlo import COLLECTIVES, Computations, HloInstruction, parse_hlo, split_commas, until_closed
 from jaxpp.runtime.bind import BoundLine
+from jaxpp.runtime.hlo import COLLECTIVES, Computations, HloInstruction, parse_hlo, split_commas, until_closed
 from jaxpp.runtime.place import DATA
 from jaxpp.runtime.replica_groups import Mean
 from jaxpp.stages.cost import count_bytes

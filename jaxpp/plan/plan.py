@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from jaxpp.plan.builder import FusedAction, MemoryCopy
-from jaxpp.types import Array, Device
+from jaxpp.types import Array, Device, Leaf
 
 
 class Instruction(NamedTuple):
@@ -39,7 +39,7 @@ class Plan:
 
     instructions: tuple[Instruction, ...]  # in the order the host dispatches them
     num_slots: int  # how many values are alive at once, at most
-    constants: tuple[tuple[int, Array], ...]  # values that are there before the step starts, by slot
+    constants: tuple[tuple[int, Leaf], ...]  # values that are there before the step starts, by slot
     inputs: tuple[int, ...]  # the slot of each argument of the step
     outputs: tuple[int, ...]  # the slot of each result
     consumes: int  # the number of the first instruction that takes over the buffer of an argument

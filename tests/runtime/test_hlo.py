@@ -14,7 +14,7 @@ from jax.lax import DotAlgorithmPreset
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpp.observe.hlo import aliased, float64_in, parse_hlo, parse_shape, read_kernels
+from jaxpp.runtime.hlo import aliased, float64_in, parse_hlo, parse_shape, read_kernels
 from models.gpt import GPT
 
 BF16, F32, S32 = 2, 4, 4  # bytes of an element
