@@ -31,6 +31,7 @@ from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.microbatch import check_batch
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
+from jaxpp.targets import compiles_only
 from jaxpp.tuner.findings import reasons, time_in_words, tuning_figure
 from jaxpp.tuner.machine import Devices
 from jaxpp.tuner.search import KNOBS, Candidate, Limits, Row, SearchResult, Space, search
@@ -44,6 +45,7 @@ _REMAT = ("least", "keep", "recompute", "offload")
 _MOST_ROWS = 12  # of a table; of more candidates it shows the best of each schedule
 _MOST_REMARKS = 4  # about what was left out
 _PATIENCE = 1  # seconds before a progress bar shows
+_BOUND = "these devices only compile: each time is the least that the numbers of the GPU allow, and nothing ran"
 
 
 @entries
@@ -56,6 +58,7 @@ class Tuning:
         hbm: bytes that each device has; None if that is not known.
         processes: the process of each rank's device; one process if there are none.
         remark: what should be known of how it was measured; empty if nothing.
+        bounds: whether the predictions are bounds, the least times on devices that only compile.
     """
 
     found: SearchResult
@@ -66,6 +69,7 @@ class Tuning:
     remark: str
     loss_fn: LossFn
     optimizer: optax.GradientTransformation
+    bounds: bool = False
 
     def pipeline(self) -> Pipeline:
         """The best pipeline: ``jaxpp.Pipeline(loss_fn, optimizer, **tuning.best)``."""
@@ -84,7 +88,7 @@ class Tuning:
     @cached_property
     def why(self) -> tuple[str, ...]:
         """Why these options: one sentence for each choice."""
-        return reasons(self.found, self.hbm, self.processes)
+        return reasons(self.found, self.hbm, self.processes, bounds=self.bounds)
 
     @cached_property
     def measured(self) -> tuple[Row, ...]:
@@ -133,10 +137,18 @@ class Tuning:
     def _cells(self) -> list[list[str]]:
         several = len({row.candidate.schedule.num_ranks for row in self.rows}) > 1
         knobs = [knob for knob in KNOBS if several or knob.name != "ranks"]
-        table = [["", *(knob.name for knob in knobs), "predicted", "measured", "peak of each device"]]
+        table = [
+            [
+                "",
+                *(knob.name for knob in knobs),
+                "at least" if self.bounds else "predicted",
+                *["measured"] * (not self.bounds),
+                "peak of each device",
+            ]
+        ]
         for row in self._shown():
             choice = ">" * (row.candidate == self.found.best.candidate)
-            times = time_in_words(row.predicted), _measured(row)
+            times = time_in_words(row.predicted), *[_measured(row)] * (not self.bounds)
             table.append([choice, *(str(knob.value(row.candidate)) for knob in knobs), *times, self._memory(row)])
         return table
 
@@ -222,7 +234,8 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair.
         batch: a whole batch, as a step takes it.
         key: for the loss, if it takes one, and for ``init_fn``; ``jax.random.key(0)`` unless given.
-        devices: what the pipeline may use, one device for each rank. Default: ``jax.devices()``.
+        devices: what the pipeline may use, one device for each rank. Default: ``jax.devices()``. On devices that only compile
+            (``jaxpp.target``) nothing is run: candidates are compared by the least time that the GPU's numbers allow.
         hbm: bytes that each device has: ``"24GiB"``, or a number. Default: what the devices report (CPUs report nothing).
         seconds: a budget for measuring: those that promise most come first, and ``print(tuning)`` tells what was not looked at. The
             best few are run after that, in any case. Default: no budget.
@@ -286,10 +299,13 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     limits = _agreed(limits, places)
     used = places[: max(space.num_ranks)]
     init_or_params, _ = with_inputs("jaxpp.tune", init_or_params, batch)
+    paper = compiles_only(used[0])
+    limits = limits._replace(num_measured=0) if paper else limits  # nothing runs there
     machine = Devices(loss_fn, optimizer, init_or_params, batch, key, devices=used, options=dict(options), keep=keep)
     _check_params(machine.param_bytes, limits.hbm, len(used))
     found = search(machine, space, limits, saves=remat is None)
-    return Tuning(found, given, limits.hbm, limits.processes, machine.peaks, machine.remark, loss_fn, optimizer)
+    remark = "; ".join(filter(None, [machine.remark, _BOUND * paper]))
+    return Tuning(found, given, limits.hbm, limits.processes, machine.peaks, remark, loss_fn, optimizer, paper)
 
 
 def _agreed(limits: Limits, devices: Sequence[Device]) -> Limits:

@@ -11,10 +11,13 @@ its rank is free, its inputs have arrived, and it has been handed over. Handing 
 import dataclasses
 import itertools
 import math
+import statistics
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Number, Timing, handed_over, makespan, replay
@@ -187,3 +190,68 @@ def _shared_end(begins: Sequence[Number], work: Sequence[float], capacity: float
         left = [own - (until - now) * speed for own in left]
         left, now = [own for own in left if own > 1e-12 * max(1.0, until)], until
     return now
+
+
+def costs_of_plan(
+    plan: Plan,
+    num_stages: int,
+    alone: Sequence[float],
+    handing: Sequence[float],
+    before: Callable[[Sequence[Instruction], int], float],
+    usual: Callable[[Iterable[float]], float] = statistics.median,
+) -> StepCosts:
+    """The costs of a step whose instructions take so long alone, and to hand over; without copies to the host.
+
+    ``before`` says, of the instructions and the number of the first with an action, how long it takes until that one begins. Of
+    the microbatches, each kind of action takes what ``usual`` makes of their times.
+    """
+    lines = plan.instructions
+    acting = [number for number, line in enumerate(lines) if line.about.action is not None]
+    first, last = acting[0], acting[-1]
+    taken: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+    handed: defaultdict[Action, float] = defaultdict(float)
+    now = None
+    for number in range(first, last + 1):  # lines of no action count to the one before them
+        about = lines[number].about
+        now = about.action or now
+        assert isinstance(now, Action), "the first of these lines is an action"
+        handed[now] += handing[number]
+        if about.program and about.action is not None:
+            share = 1.0 if about.fused is None else about.fused.share
+            taken[now.kind, now.stage].append(share * alone[number])
+        if about.fused is not None:
+            behind = about.fused.action
+            taken[behind.kind, behind.stage].append((1.0 - about.fused.share) * alone[number])
+    dispatch: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for action, seconds in handed.items():
+        dispatch[action.kind, action.stage].append(seconds)
+    kinds = sorted({kind for kind, _ in taken}, key=list(Kind).index)
+
+    def table(pools: Mapping[tuple[Kind, int], Sequence[float]]) -> Mapping[Kind, tuple[float, ...]]:
+        return {kind: tuple(usual(pools.get((kind, stage), (0.0,))) for stage in range(num_stages)) for kind in kinds}
+
+    after = [0.0] * num_stages
+    for number in range(last + 1, len(lines)):
+        after[lines[number].about.stage] += alone[number]
+    return StepCosts(
+        actions=table(taken),
+        dispatch=table(dispatch),
+        transfer=_transfers(lines, alone, num_stages),
+        offload=(0.0,) * num_stages,
+        offload_dispatch=(0.0,) * num_stages,
+        before=before(lines, first),
+        after=tuple(after),
+        after_dispatch=sum(handing[last + 1 :]),
+    )
+
+
+def _transfers(lines: Sequence[Instruction], alone: Sequence[float], num_stages: int) -> tuple[float, ...]:
+    """What crosses each boundary for one action; a boundary between stages of one device is like the others."""
+    sums: defaultdict[tuple[int, Action], float] = defaultdict(float)
+    for number, line in enumerate(lines):
+        action, target = line.about.action, line.about.stage
+        if line.about.sends and isinstance(action, Action) and target != action.stage:
+            sums[target - 1 if target > action.stage else target, action] += alone[number]
+    usual = statistics.median(sums.values()) if sums else 0.0
+    pools = [[seconds for (boundary, _), seconds in sums.items() if boundary == stage] for stage in range(num_stages - 1)]
+    return tuple(statistics.median(pool) if pool else usual for pool in pools)

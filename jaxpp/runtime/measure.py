@@ -1,6 +1,7 @@
 """How long stages, sends and copies of residuals really take: for cuts by time, and to choose remat.
 
-In several processes, each measures its own stages, and tells the others: all of them cut by the same times.
+In several processes, each measures its own stages, and tells the others: all of them cut by the same times. On devices that only
+compile, each time is the least that the numbers of the GPU allow (``roofline.py``).
 """
 
 import itertools
@@ -12,19 +13,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpp.errors import ArgumentError
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.edges import put
+from jaxpp.runtime.hlo import read_kernels
 from jaxpp.runtime.place import OneDevice, Place
 from jaxpp.runtime.processes.channel import agreement, begin_together, rows_of_all
 from jaxpp.runtime.processes.here import is_here, processes_of
 from jaxpp.runtime.processes.texts import listing
+from jaxpp.runtime.roofline import copy_seconds, program_roofline, send_seconds
 from jaxpp.runtime.send import Send, memory_copies
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import UNIT, Timing, makespan, replay
+from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.loss.traced_loss import key_implementation
 from jaxpp.stages.program import Ref, Role
+from jaxpp.targets import Target, compiles_only, device_name, target_of
 from jaxpp.types import Aval, Device
 
 _RUNS = 5
@@ -54,6 +60,10 @@ def action_times(
     programs.compile(jobs.values())
     times = np.zeros((len(ordered), len(places)), np.float32)
     for (stage, kind), job in jobs.items():
+        if compiles_only(devices[stage]):
+            kernels = read_kernels(programs[job].as_text() or "")
+            times[ordered.index(kind), stage] = program_roofline(kernels, _numbers(devices[stage], where)).seconds
+            continue
         avals = job.program.avals
         runs = [_timed(programs[job], [put(_zeros(aval), devices[stage]) for aval in avals])[0] for _ in range(_RUNS + 1)]
         times[ordered.index(kind), stage] = _median(runs)[0]
@@ -70,7 +80,9 @@ def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list
             reads |= zip(backward.then.inputs, backward.then.avals, strict=True)
         kept = [aval for ref, aval in reads.items() if ref.role in (Role.RESIDUAL, Role.ACTIVATION)]
         moved = [aval for aval in kept if not jnp.issubdtype(aval.dtype, jax.dtypes.extended)]
-        if is_here(device) and moved:
+        if moved and compiles_only(device):
+            times[0, stage] = copy_seconds(sum(map(count_bytes, moved)), _numbers(device, "copies to host memory"))
+        elif is_here(device) and moved:
             arrays = [put(_zeros(aval), device) for aval in moved]
             homes = [array.sharding for array in arrays]
             ways = [memory_copies(homes, to_host=to_host) for to_host in (True, False)]  # the copies that a plan makes
@@ -93,11 +105,23 @@ def link_times(places: Sequence[Place]) -> tuple[tuple[float, ...], tuple[float,
         first = pairs.index((source, target))
         if first < number:
             times[number] = times[first]
+        elif source != target and compiles_only(source):
+            times[number] = [send_seconds(4 * size, source, target, _numbers(source, "sends")) for size in (1, _LARGE)]
         elif source != target:
             times[number] = [_send_seconds(source, target, size) for size in (1, _LARGE)]
     small, large = _of_all(times, devices).T
     per_byte = np.maximum(large - small, 0.0) / (4 * (_LARGE - 1))
     return tuple(small.tolist()), tuple(per_byte.tolist())
+
+
+def _numbers(device: Device, where: str) -> Target:
+    """The numbers of a device that only compiles: what it would take is bounded by them, as nothing can be measured there."""
+    numbers = target_of(device)
+    if numbers is None:
+        rule = "on devices that only compile, times are bounded by the numbers of the GPU"
+        got = f"{device_name(device)}, {device.device_kind!r}, whose numbers are not known"
+        raise ArgumentError(where, rule, got, "pass devices=jaxpp.target(...)")
+    return numbers
 
 
 def _send_seconds(source: Device, target: Device, size: int) -> float:

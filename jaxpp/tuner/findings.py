@@ -37,9 +37,9 @@ _PLACES = tuple(  # points from a mark to its number, the nearest first
 )
 
 
-def reasons(found: SearchResult, hbm: int | None, processes: Sequence[int] = ()) -> tuple[str, ...]:
-    """The sentences: first how the choice ran, then one for each choice that there was."""
-    why = _Reasons(found, hbm, processes)
+def reasons(found: SearchResult, hbm: int | None, processes: Sequence[int] = (), *, bounds: bool = False) -> tuple[str, ...]:
+    """The sentences: first how the choice ran, then one for each choice that there was; ``bounds``: predictions are least times."""
+    why = _Reasons(found, hbm, processes, bounds)
     order = (*_ALWAYS, "balance", "ranks")  # then any other
     knobs = sorted(KNOBS, key=lambda knob: order.index(knob.name) if knob.name in order else len(order))
     return (why.ran(), *filter(None, map(why.about, knobs)), *why.one_device())
@@ -49,9 +49,12 @@ class _Reasons(NamedTuple):
     found: SearchResult
     hbm: int | None
     processes: Sequence[int]
+    bounds: bool = False
 
     def ran(self) -> str:
         best = self.found.best
+        if self.bounds:
+            return f"{best.candidate.words}: a step takes at least {time_in_words(best.predicted)}, a bound."
         step = f"{best.candidate.words}: a step takes {time_in_words(best.predicted)} by prediction"
         if best.measured is None:
             return f"{step}; it did not run."

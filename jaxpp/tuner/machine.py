@@ -14,10 +14,10 @@ import math
 import os
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,8 @@ from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.init_arguments import InitArguments, first_leaves, variables_of
 from jaxpp.engine.tracing import Tracing
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.evaluate import StepCosts, step_seconds
+from jaxpp.observe.bound import bound_of
+from jaxpp.observe.evaluate import StepCosts, costs_of_plan, step_seconds
 from jaxpp.observe.memory.forecast import room_of
 from jaxpp.observe.memory.liveness import Needs, liveness_of_all, program_needs
 from jaxpp.observe.profile.record import Company, Seen, SeenStep, Stamps
@@ -48,6 +49,7 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.targets import compiles_only
 from jaxpp.tuner.search import KNOBS, Candidate, Family
 from jaxpp.types import Array, Batch, Device, Key, LossFn, Tree
 
@@ -180,6 +182,8 @@ class Devices:
 
     def _measured(self, family: Family) -> StepCosts:
         self.num_measured += 1
+        if compiles_only(self._devices[0]):
+            return self._bounded(family)
         steps, plain = self._runnable(family)
         self._open_reference()
         engine = steps.engine
@@ -198,6 +202,17 @@ class Devices:
         processes = tuple(place.devices[0].process_index for place in places)
         shared = on_cores or len(set(places)) < len(places)
         return fitted(costs.slowed(1 / pace.factor), plain, pace.seconds, shared=shared, processes=processes)
+
+    def _bounded(self, family: Family) -> StepCosts:
+        """The least that a family costs on devices that only compile, by their numbers."""
+        steps, _ = self._family(family)
+        bound = bound_of(steps.engine, self._batch, steps.key)
+        if bound is None:
+            rule = "on devices that only compile, candidates are compared by the numbers of the GPU"
+            raise ArgumentError("jaxpp.tune(...)", rule, "a GPU whose numbers are not known", "pass devices=jaxpp.target(...)")
+        if family.remat != "least":
+            return bound.costs
+        return dataclasses.replace(bound.costs, offload=tuple(copy_times(steps.cut, steps.engine.placement.places)[0]))
 
     def _open_reference(self) -> None:
         reference = self._results.get("reference", "of the pace")
@@ -345,58 +360,9 @@ def one_at_a_time(like: Schedule) -> Schedule:
 
 def _step_costs(plan: Plan, num_stages: int, free: Sequence[SeenStep], apart: Sequence[SeenStep]) -> StepCosts:
     """The costs of a family, from steps at full speed and steps in which each instruction ran alone; without copies to the host."""
-    lines = plan.instructions
     alone = durations_of(plan, [step.seconds for step in apart])
     handing = durations_of(plan, [[stamp.handed - stamp.begun for stamp in step.stamps] for step in free])
-    acting = [number for number, line in enumerate(lines) if line.about.action is not None]
-    first, last = acting[0], acting[-1]
-    taken: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
-    handed: defaultdict[Action, float] = defaultdict(float)
-    now = None
-    for number in range(first, last + 1):  # lines of no action count to the one before them
-        about = lines[number].about
-        now = about.action or now
-        assert isinstance(now, Action), "the first of these lines is an action"
-        handed[now] += handing[number]
-        if about.program and about.action is not None:
-            share = 1.0 if about.fused is None else about.fused.share
-            taken[now.kind, now.stage].append(share * alone[number])
-        if about.fused is not None:
-            behind = about.fused.action
-            taken[behind.kind, behind.stage].append((1.0 - about.fused.share) * alone[number])
-    dispatch: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for action, seconds in handed.items():
-        dispatch[action.kind, action.stage].append(seconds)
-    kinds = sorted({kind for kind, _ in taken}, key=list(Kind).index)
-
-    def table(pools: Mapping[tuple[Kind, int], Sequence[float]]) -> Mapping[Kind, tuple[float, ...]]:
-        return {kind: tuple(statistics.median(pools.get((kind, stage), (0.0,))) for stage in range(num_stages)) for kind in kinds}
-
-    after = [0.0] * num_stages
-    for number in range(last + 1, len(lines)):
-        after[lines[number].about.stage] += alone[number]
-    return StepCosts(
-        actions=table(taken),
-        dispatch=table(dispatch),
-        transfer=_transfers(lines, alone, num_stages),
-        offload=(0.0,) * num_stages,
-        offload_dispatch=(0.0,) * num_stages,
-        before=_before(lines, first, free, alone),
-        after=tuple(after),
-        after_dispatch=sum(handing[last + 1 :]),
-    )
-
-
-def _transfers(lines: Sequence[Instruction], alone: Sequence[float], num_stages: int) -> tuple[float, ...]:
-    """What crosses each boundary for one action; a boundary between stages of one device is like the others."""
-    sums: defaultdict[tuple[int, Action], float] = defaultdict(float)
-    for number, line in enumerate(lines):
-        action, target = line.about.action, line.about.stage
-        if line.about.sends and isinstance(action, Action) and target != action.stage:
-            sums[target - 1 if target > action.stage else target, action] += alone[number]
-    usual = statistics.median(sums.values()) if sums else 0.0
-    pools = [[seconds for (boundary, _), seconds in sums.items() if boundary == stage] for stage in range(num_stages - 1)]
-    return tuple(statistics.median(pool) if pool else usual for pool in pools)
+    return costs_of_plan(plan, num_stages, alone, handing, partial(_before, free=free, alone=alone))
 
 
 def _before(lines: Sequence[Instruction], first: int, free: Sequence[SeenStep], alone: Sequence[float]) -> float:

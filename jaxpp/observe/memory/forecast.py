@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.outcome import Purpose
 from jaxpp.errors import ArgumentError, JaxppError
+from jaxpp.observe.bound import StepBound, bound_of
 from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Life, Liveness, lasting_lives, liveness_of_all, step_liveness
 from jaxpp.options import Options
@@ -89,6 +90,7 @@ class Forecast:
         hbm: bytes that each device has; None if that is not known.
         changes: what would make it fit, the least slowdown first; empty if it fits, or if nothing that was tried fits.
         tried: what was looked at, in words.
+        bound: the least time of a step on these devices; None where their numbers are not known (``jaxpp.targets``).
     """
 
     liveness: Liveness
@@ -97,6 +99,7 @@ class Forecast:
     hbm: int | None
     changes: tuple[Change, ...] = ()
     tried: str = _TRIED["update"]
+    bound: StepBound | None = None
 
     @property
     def peaks(self) -> dict[Device, int]:
@@ -144,6 +147,7 @@ class Forecast:
         if self.liveness.unknown:
             where, few = ", ".join(map(device_name, self.liveness.unknown)), "this process has fewer devices than a rank there"
             lines.append(f"temporaries of {where} are not known here and not counted: {few}")
+        lines += [] if self.bound is None else self.bound.lines()
         if self.hbm is None:
             return lines
         worst = max(self.peaks, key=self.peaks.__getitem__)
@@ -195,6 +199,8 @@ def forecast(
         held = {life.name: life for life in (*liveness.lives, *beside) if life.begins == 0}
         beside += [held[name]._replace(ends=end) for name in waiting]
     found = forecast_of(dataclasses.replace(liveness, lives=(*liveness.lives, *beside)), engine.placement, room)
+    if base is None and advise:
+        found = dataclasses.replace(found, bound=bound_of(engine, batch, key, purpose))
     if found.fits or room is None or not advise:
         return found
     if purpose == "forward":

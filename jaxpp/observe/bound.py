@@ -1,0 +1,220 @@
+"""The least time of a step on devices whose numbers are known (``jaxpp.targets``): what no run of these programs can beat.
+
+Each compiled program takes at least the sum of its kernels' rooflines, each send at least its bytes over the link, and the host
+hands over no instruction quicker than was measured for calls that do nothing else. These times on the virtual clock of the
+schedule give a step. Real kernels reach a part of the peaks, so this is a bound and never a prediction. It counts every array
+that a kernel reads or writes as memory traffic; what stays in a cache may be read sooner.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, cast
+
+from jax.stages import Compiled
+
+from jaxpp.engine.engine import Engine
+from jaxpp.engine.outcome import Purpose
+from jaxpp.observe.evaluate import Parts, StepCosts, costs_of_plan, parts, step_seconds
+from jaxpp.observe.memory.liveness import step_liveness
+from jaxpp.plan.builder import CALLER, Name
+from jaxpp.plan.plan import Instruction
+from jaxpp.runtime.bind import BoundLine
+from jaxpp.runtime.hlo import Kernel, read_kernels
+from jaxpp.runtime.place import Place
+from jaxpp.runtime.roofline import copy_seconds, peaks_of, program_roofline, send_seconds
+from jaxpp.schedule.action import Kind
+from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.draw.canvas import Figure
+from jaxpp.schedule.simulate import Simulation, simulate
+from jaxpp.stages.program import Role
+from jaxpp.targets import Target, target_of
+from jaxpp.types import Batch, Key
+
+_CALL, _RESULT, _SEND = 7e-6, 1.2e-6, 6e-6
+"""Seconds of the host: for a call of a compiled program, for each result but the first, and for a copy to another device, the
+loop's share included. Measured on CPU devices with JAX 0.10.2, where nothing waits for a driver."""
+
+_PARTS = ("computing", "bubble", "cores that are shared", "transfers", "copies", "waiting for the host", "beginning and update")
+
+
+class HostWork(NamedTuple):
+    """What the process that hands over the instructions of a step has to do."""
+
+    num_instructions: int
+    seconds: float  # to hand over all of them
+
+
+@dataclass(frozen=True)
+class StepBound:
+    """The least time of a step, and what it is made of. ``print`` it; ``figure()`` draws the step on the virtual clock.
+
+    Attributes:
+        schedule: in what order the programs run.
+        targets: the numbers of each rank's device.
+        costs: the least seconds of every action, transfer and copy, and of what is done once a step.
+        offload: of how many microbatches a stage's residuals stay on the device, as ``jaxpp.Offload`` says; None of all.
+        products: FLOPs of all matrix products of a step by the type that they are computed in, those that are run again included.
+        again: FLOPs of those that are run again (``remat="recompute"``).
+        num_devices: how many devices there are, on all ranks.
+        host: what the host has to do.
+    """
+
+    schedule: Schedule
+    targets: tuple[Target, ...]
+    costs: StepCosts
+    offload: tuple[int | None, ...]
+    products: Mapping[str, float]
+    again: float
+    num_devices: int
+    host: HostWork
+
+    @cached_property
+    def seconds(self) -> float:
+        """The least time of a step, from the call until all its results are there."""
+        return step_seconds(self.schedule, self.costs, self.offload)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What the seconds are made of: computing, the bubble, transfers that nothing hides, waiting for the host, the rest."""
+        return parts(self.schedule, self.costs, self.offload)
+
+    @cached_property
+    def bubble_fraction(self) -> float:
+        """Idle time over ranks x makespan, of the actions and transfers of the schedule."""
+        return self.simulation.bubble_fraction
+
+    @property
+    def host_limits(self) -> bool:
+        """Whether handing over all instructions takes longer than the devices take for them."""
+        return self.host.seconds > self.seconds - self.parts.dispatch
+
+    @property
+    def peak_fraction(self) -> float:
+        """The most of the devices' peak that the model's own matrix products can reach, each type at its own peak (MFU)."""
+        flops = sum(self.products.values())
+        at_peak = sum(peaks_of(self.products, target) for target in self.targets) / len(self.targets) / self.num_devices
+        return (1 - self.again / flops) * at_peak / self.seconds if flops else 0.0
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The actions and transfers on the virtual clock, as ``jaxpp.schedule.simulate`` gives it for these costs, in seconds."""
+        costs, none = self.costs, (0.0,) * self.schedule.num_stages
+        forward = costs.actions[Kind.F]
+        if Kind.I in costs.actions or Kind.W in costs.actions:
+            input_grad, weight_grad = (costs.actions.get(kind, none) for kind in (Kind.I, Kind.W))
+        else:
+            input_grad, weight_grad = costs.actions.get(Kind.B, none), none
+        moved = {"offload": self.offload, "copy": costs.offload} if any(each is not None for each in self.offload) else {}
+        times = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "transfer": costs.transfer}
+        return simulate(self.schedule, **times, **moved)
+
+    def figure(self, width: float | None = None) -> Figure:
+        """The step on the virtual clock with these times, as a timeline; ``width`` in inches. Needs matplotlib."""
+        return self.simulation.figure(width=width) if width else self.simulation.figure()
+
+    def lines(self) -> list[str]:
+        """What to know of it, in sentences."""
+        unit, scale = ("s", 1.0) if self.seconds >= 1 else ("ms", 1e3)
+        names = Counter(target.shown for target in self.targets)
+        per = self.num_devices // len(self.targets)
+        on = " and ".join(f"{per * count} x {name}" for name, count in names.items())
+        shown = [(word, part) for word, part in zip(_PARTS, self.parts, strict=True) if part > 5e-4 * self.seconds]
+        made = ", ".join(f"{word} {_digits(scale * part)}" for word, part in shown)
+        noun = "pass" if self.schedule.forward_only else "step"
+        lines = [f"a {noun} takes at least {_digits(scale * self.seconds)} {unit} on {on} (a bound, no prediction): {made}"]
+        if self.products:
+            most = max(self.products, key=self.products.__getitem__)
+            kinds = most if len(self.products) == 1 else f"each type, most of them {most}"
+            lines.append(f"its matrix products reach at most {self.peak_fraction:.0%} of the devices' peak for {kinds}")
+        taken = f"{_digits(1e3 * self.host.seconds)} ms of {self.host.num_instructions} instructions, by calls timed on a CPU"
+        limit = "is likely to limit the step" if self.host_limits else "does not limit the step"
+        lines.append(f"the host hands over a {noun} in about {taken}, so it {limit}")
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    __repr__ = __str__
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "update") -> StepBound | None:
+    """The bound of a step, or of forwards, whose programs are compiled for that; None if the numbers of a device are not known."""
+    placement, schedule = engine.placement, engine.options.schedule
+    ranks = tuple(target_of(place.devices[0]) for place in placement.by_rank)
+    targets = tuple(target for target in ranks if target is not None)
+    if len(targets) < len(ranks) or not engine.alone:
+        return None
+    plan, lowered = engine.plan(purpose, batch, key)
+    lines, numbers = lowered.bound.lines, dict(zip(placement.by_rank, targets, strict=True))
+    sizes = {life.name: life.num_bytes for life in step_liveness(engine, lowered).lives}
+    sizes |= {life.name: life.num_bytes for life in step_liveness(engine, lowered).hosted}
+    known: dict[int, tuple[Kernel, ...]] = {}
+    alone, handing, products, again = list[float](), list[float](), Counter[str](), 0.0
+    recomputes = [kept.recomputes for kept in engine.options.remat or ()]
+    for line, instruction in zip(lines, plan.instructions, strict=True):
+        target = numbers[line.place]
+        handing.append(_handing(line))
+        if line.program is None:
+            alone.append(_moving(line, placement.places, sizes, target))
+            continue
+        if id(instruction.call) not in known:
+            known[id(instruction.call)] = read_kernels(cast("Compiled", instruction.call).as_text() or "")
+        kernels = known[id(instruction.call)]
+        alone.append(program_roofline(kernels, target).seconds)
+        own = Counter[str]()
+        for kernel in kernels:
+            own.update({kind: len(line.place.devices) * kernel.runs * flops for kind, flops in kernel.products.items()})
+        products.update(own)
+        if recomputes and recomputes[line.stage] and line.action is not None and line.action.kind == Kind.F and line.fused is None:
+            again += sum(own.values())
+    offload = engine.options.offload if purpose == "update" else ()
+    costs = _with_copies(costs_of_plan(plan, schedule.num_stages, alone, handing, _begins(alone, handing), min), lines, alone)
+    host = HostWork(len(lines), sum(handing))
+    devices = {device for place in placement.by_rank for device in place.devices}
+    return StepBound(schedule, targets, costs, offload, dict(products), again, len(devices), host)
+
+
+def _handing(line: BoundLine) -> float:
+    if line.program is None:
+        return _SEND * len(line.outputs)
+    return _CALL + _RESULT * max(0, len(line.outputs) - 1)
+
+
+def _moving(line: BoundLine, places: Sequence[Place], sizes: Mapping[Name, int], target: Target) -> float:
+    """What a send, or a copy to host memory and back, takes at least; calls of the host count as nothing."""
+    if line.copies is not None:
+        return copy_seconds(sum(sizes.get(name, 0) for name in line.outputs), target)
+    if not line.is_send:
+        return 0.0
+    (source,), (name,) = line.inputs, line.outputs
+    if source.stage == CALLER:
+        return copy_seconds(sizes.get(name, 0), target)
+    return send_seconds(sizes.get(name, 0), places[source.stage].devices[0], line.place.devices[0], target)
+
+
+def _begins(alone: Sequence[float], handing: Sequence[float]) -> Callable[[Sequence[Instruction], int], float]:
+    """When the first action can begin: it is handed over, and what its stage does once a step is done."""
+
+    def before(lines: Sequence[Instruction], first: int) -> float:
+        own = [k for k in range(first) if lines[k].about.stage == lines[first].about.stage and lines[k].about.program]
+        handed = sum(handing[:first])
+        return max([handed, *(sum(handing[: k + 1]) + alone[k] for k in own)])
+
+    return before
+
+
+def _with_copies(costs: StepCosts, lines: Sequence[BoundLine], alone: Sequence[float]) -> StepCosts:
+    """The costs with the copies of residuals to host memory, of one microbatch each, and what it takes to hand one over."""
+    taken = [0.0] * len(costs.offload)
+    for line, seconds in zip(lines, alone, strict=True):
+        if line.copies is not None and any(name.ref.role == Role.OFFLOADED for name in line.outputs):
+            taken[line.stage] = max(taken[line.stage], seconds)
+    handed = tuple(_SEND * (seconds > 0) for seconds in taken)
+    return dataclasses.replace(costs, offload=tuple(taken), offload_dispatch=handed)

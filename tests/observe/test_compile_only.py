@@ -1,0 +1,218 @@
+"""Devices that only compile (``jaxpp.target``): what is planned works and says bounds, what holds arrays is refused."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import ArgumentError, FitError
+from jaxpp.observe.bound import bound_of
+from jaxpp.observe.evaluate import step_seconds
+from jaxpp.runtime.hlo import read_kernels
+from jaxpp.runtime.roofline import program_roofline
+from jaxpp.schedule.action import Kind
+from jaxpp.targets import TARGETS
+
+pytest.importorskip("jax_plugins.xla_cuda12")
+
+H100 = next(target for target in TARGETS if target.name == "h100")
+SIZE = 256
+SHAPES = [jax.ShapeDtypeStruct((SIZE, SIZE), "float32")] * 4
+BATCH = {"x": jax.ShapeDtypeStruct((32, SIZE), "float32"), "y": jax.ShapeDtypeStruct((32, SIZE), "float32")}
+ARRAYS = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in BATCH.items()}
+
+
+def loss_fn(params, batch):
+    x = batch["x"]
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def outputs(params, batch):
+    return batch["x"] @ params[0] @ params[1]
+
+
+def pipeline(name="h100", num_devices=2, hosts=1, **options):
+    devices = jaxpp.target(name, num_devices, hosts=hosts)
+    given = {"num_stages": num_devices, "num_microbatches": 4, "devices": devices} | options
+    return jaxpp.Pipeline(loss_fn, optax.adam(1e-3), **given)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    pipe = pipeline()
+    return pipe, pipe.forecast(SHAPES, BATCH)
+
+
+def test_a_forecast_counts_what_the_compiler_says_to_the_byte(planned):
+    pipe, forecast = planned
+    plan, lowered = pipe.engine.plan("update", BATCH, None)
+    liveness = forecast.liveness
+    sizes = dict.fromkeys(lowered.bound.constants, 4) | {life.name: life.num_bytes for life in liveness.lives}
+    for number, (line, instruction) in enumerate(zip(lowered.bound.lines, plan.instructions, strict=True)):
+        if line.program is None:
+            continue
+        stats = instruction.call.memory_analysis()
+        assert liveness.temporaries[number] == stats.temp_size_in_bytes
+        results = sum(sizes[name] for name in line.outputs)
+        tuple_of = 8 * len(line.outputs) * (len(line.outputs) > 1)  # the pointers of a tuple count as output
+        assert abs(results + tuple_of - stats.output_size_in_bytes) <= 0.01 * stats.output_size_in_bytes
+        read = sum(sizes[lowered.bound.resolve(name)] for name in dict.fromkeys(line.inputs))
+        assert abs(read - stats.argument_size_in_bytes) <= 0.01 * stats.argument_size_in_bytes + 8 * len(line.inputs)
+
+
+def test_the_table_has_short_names_the_room_of_the_gpu_and_bounds_within_the_width(planned):
+    pipe, forecast = planned
+    text = str(forecast)
+    assert max(map(len, text.splitlines())) <= 120
+    assert "H100:0" in text
+    assert "NVIDIA" not in text + repr(pipe) + str(pipe.stages)
+    assert forecast.hbm == int(0.75 * H100.memory)
+    assert re.search(r"a step takes at least [\d.]+ ms on 2 x H100 \(a bound, no prediction\): ", text)
+    assert "it fits: H100:" in text
+
+
+def test_the_room_follows_the_variable_by_which_jax_takes_its_share(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert pipeline().forecast(SHAPES, BATCH).hbm == H100.memory // 2
+
+
+def test_a_bound_is_the_rooflines_of_the_programs_on_the_clock_of_the_schedule(planned):
+    pipe, forecast = planned
+    bound = forecast.bound
+    plan, lowered = pipe.engine.plan("update", BATCH, None)
+    pairs = zip(lowered.bound.lines, plan.instructions, strict=True)
+    texts = {str(line.action): instruction.call.as_text() for line, instruction in pairs if line.program is not None}
+    seconds = {action: program_roofline(read_kernels(text), H100).seconds for action, text in texts.items()}
+    assert bound.costs.actions[Kind.F][0] == pytest.approx(min(seconds[f"0F{k}"] for k in range(4)))
+    whole = min(seconds[f"1F{k}"] for k in range(4))  # the last stage's F and B are one program
+    assert bound.costs.actions[Kind.F][1] + bound.costs.actions[Kind.B][1] == pytest.approx(whole)
+    assert bound.seconds == step_seconds(pipe.schedule, bound.costs)
+    assert bound.costs.transfer == (pytest.approx(8 * SIZE * 4 / H100.links.peer),)
+    assert sum(bound.parts) == pytest.approx(bound.seconds)
+    assert bound.simulation.makespan <= bound.seconds
+    products = 3 * 2 * 32 * SIZE * SIZE * 4 - 2 * 32 * SIZE * SIZE  # three products a layer, but no cotangent of the input
+    assert sum(bound.products.values()) == products
+    assert 0 < bound.peak_fraction < 1
+    assert bound.host_limits  # for a step of microseconds
+
+
+def test_the_network_is_slower_than_the_link_of_a_host_and_an_older_gpu_slower_than_a_newer_one():
+    large = {name: jax.ShapeDtypeStruct((1 << 18, SIZE), "float32") for name in BATCH}
+
+    def of(*args, **kwargs):
+        pipe = pipeline(*args, **kwargs)
+        pipe.abstract_state(SHAPES, large)
+        return bound_of(pipe.engine, large, None)
+
+    near, far, old = of(), of(hosts=2), of("a100-40gb")
+    ratio = H100.links.peer / H100.links.network
+    assert far.costs.transfer[0] == pytest.approx(ratio * near.costs.transfer[0])
+    assert far.seconds >= near.seconds
+    assert sum(old.costs.actions[Kind.F]) > sum(near.costs.actions[Kind.F])
+
+
+def test_devices_of_another_source_are_planned_without_bounds():
+    from jax.experimental import topologies  # noqa: PLC0415
+
+    spec = H100.spec().replace(H100.kind, "A GPU of my own")
+    devices = topologies.get_topology_desc(platform="cuda", target_config=spec, topology="1x1x2").devices
+    options = {"num_stages": 2, "devices": devices}
+    forecast = jaxpp.Pipeline(loss_fn, optax.adam(1e-3), **options).forecast(SHAPES, BATCH)
+    assert (forecast.hbm, forecast.bound) == (None, None)
+    assert "gpu:1" in str(forecast)
+    with pytest.raises(ArgumentError, match=r"times are bounded by the numbers of the GPU"):
+        jaxpp.Pipeline(loss_fn, optax.adam(1e-3), balance="time", **options).forecast(SHAPES, BATCH)
+    with pytest.raises(ArgumentError, match=r"candidates are compared by the numbers of the GPU"):
+        jaxpp.tune(loss_fn, optax.adam(1e-3), SHAPES, BATCH, devices=devices, schedules="1f1b", num_microbatches=2, keep=False)
+
+
+def test_cuts_by_time_offloading_by_hbm_and_remat_use_bounds():
+    pipe = pipeline(balance="time")
+    pipe.abstract_state(SHAPES, BATCH)
+    assert [stage.num_params for stage in pipe.stages] == [2 * SIZE * SIZE] * 2
+    deep, wide = SHAPES * 8, {name: jax.ShapeDtypeStruct((65536, SIZE), "float32") for name in BATCH}
+    free = pipeline(num_devices=4, num_microbatches=8).forecast(deep, wide)
+    room = max(free.peaks.values()) * 9 // 10
+    tight = pipeline(num_devices=4, num_microbatches=8, hbm=room)
+    tight.abstract_state(deep, wide)
+    assert re.search(r"stage 0: (offload|recompute) \(peak .*, step \+", str(tight.stages))
+    assert max(tight.forecast(deep, wide).peaks.values()) <= room
+    with pytest.raises(FitError, match=r"H100:0 needs"):
+        pipeline(hbm="1MiB").abstract_state(SHAPES, BATCH)
+
+
+def test_a_mesh_replicas_forwards_and_generations_are_planned():
+    mesh = jax.sharding.Mesh(np.array(jaxpp.target("h100", 4)).reshape(2, 2), ("pipe", "data"))
+    pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-3), num_stages=2, num_microbatches=2, mesh=mesh)
+    text = str(pipe.forecast(SHAPES, BATCH))
+    assert "H100:0 1 (2 data)" in text
+    assert "4 x H100" in text
+    assert "all-reduce" in str(pipe.collectives(BATCH))
+    forward = jaxpp.Forward(outputs, num_stages=2, devices=jaxpp.target("h100", 2))
+    assert "a pass takes at least" in str(forward.forecast(SHAPES[:2], BATCH))
+
+    def step(params, carry, tokens):
+        carry = carry + params["table"][tokens[0]].sum(0)
+        return carry, (carry @ params["head"])[None]
+
+    params = {"table": jax.ShapeDtypeStruct((16, 8), "float32"), "head": jax.ShapeDtypeStruct((8, 16), "float32")}
+    lm = jaxpp.Forward(lambda p, b: p["table"][b] @ p["head"], num_stages=1, devices=jaxpp.target("h100"))
+    shapes = lm.abstract_params(params, jax.ShapeDtypeStruct((4, 3), "int32"))
+    assert "H100:0" in str(lm.generate(shapes, step, jax.ShapeDtypeStruct((8,), "float32"), [], 3).forecast())
+
+
+def test_tune_compares_candidates_by_their_bounds_and_runs_none():
+    options = {"schedules": ("gpipe", "1f1b"), "num_microbatches": 4, "keep": False}
+    tuning = jaxpp.tune(loss_fn, optax.adam(1e-3), SHAPES, BATCH, devices=jaxpp.target("h100", 2), **options)
+    assert tuning.bounds
+    assert not tuning.measured
+    assert "at least" in str(tuning)
+    assert "a bound" in tuning.why[0]
+    assert "predict" not in str(tuning)
+    pipe = tuning.pipeline()
+    pipe.abstract_state(SHAPES, BATCH)
+    rows = {row.candidate.schedule.name: row for row in tuning.rows}
+    assert rows[tuning.best["schedule"]].predicted == min(row.predicted for row in rows.values())
+
+
+PARAMS = [np.zeros((SIZE, SIZE), np.float32)] * 4
+REFUSED = {
+    "pipe.init": lambda pipe, state: pipe.init(PARAMS, ARRAYS),
+    "pipe.step": lambda pipe, state: pipe.step(state, ARRAYS),
+    "pipe.evaluate": lambda pipe, state: pipe.evaluate(state, ARRAYS),
+    "pipe.verify": lambda pipe, state: pipe.verify(state, ARRAYS),
+    "pipe.profile": lambda pipe, state: pipe.profile(state, ARRAYS),
+    "pipe.apply": lambda pipe, state: pipe.apply(PARAMS, ARRAYS, outputs),
+    "pipe.stream": lambda pipe, state: pipe.stream(PARAMS, [ARRAYS], outputs),
+    "pipe.generate": lambda pipe, state: pipe.generate(PARAMS, outputs, np.zeros(3), [[1]], 2),
+    "pipe.stages[0].forward": lambda pipe, state: pipe.stages[0].forward(PARAMS, {}, ARRAYS),
+    "grad_fn(params, batch, key)": lambda pipe, state: jaxpp.value_and_grad(loss_fn, num_stages=2, devices=jaxpp.target("h100", 2))(
+        PARAMS, ARRAYS
+    ),
+    "jaxpp.gather(tree, device)": lambda pipe, state: jaxpp.gather(PARAMS, jaxpp.target("h100", 2)[0]),
+    "Bank(device=...)": lambda pipe, state: jaxpp.Bank({"a": PARAMS}, optax.adam(1e-3), device=jaxpp.target("h100", 2)[0]),
+}
+
+
+@pytest.mark.parametrize("where", REFUSED)
+def test_what_holds_arrays_says_that_it_cannot(planned, where):
+    pipe, _ = planned
+    state = pipe.abstract_state(SHAPES, BATCH)
+    with pytest.raises(ArgumentError) as caught:
+        REFUSED[where](pipe, state)
+    first, got, fix = str(caught.value).splitlines()
+    assert first == f"{where}: it holds arrays, and these devices only compile programs."
+    assert got.startswith("  Got: H100:0")
+    assert fix.startswith("  Fix: pass ")
+
+
+def test_devices_that_hold_arrays_and_devices_that_do_not_make_no_pipeline():
+    with pytest.raises(ArgumentError) as caught:
+        jaxpp.Pipeline(loss_fn, optax.adam(1e-3), num_stages=2, devices=[jaxpp.target("h100", 2)[0], jax.devices()[0]])
+    assert "either all devices hold arrays or all of them only compile" in str(caught.value)
