@@ -189,6 +189,7 @@ def plugin():
     return pytest.importorskip("jax_plugins.xla_cuda12")
 
 
+@pytest.mark.targets
 def test_devices_are_made_of_every_target_and_programs_are_compiled_for_them(plugin):
     for one in TARGETS:
         (device,) = target(one.name)
@@ -198,6 +199,7 @@ def test_devices_are_made_of_every_target_and_programs_are_compiled_for_them(plu
         assert target_of(device) is one
 
 
+@pytest.mark.targets
 def test_devices_have_hosts_and_names_and_only_compile(plugin):
     devices = jaxpp.target("h100", 4, hosts=2)
     assert [device.process_index for device in devices] == [0, 0, 1, 1]
@@ -206,6 +208,7 @@ def test_devices_have_hosts_and_names_and_only_compile(plugin):
     assert not set(devices) & set(jax.devices())
 
 
+@pytest.mark.targets
 def test_equal_calls_return_the_same_devices(plugin):
     devices = target("h100", 4, hosts=2)
     for spelling in ("H100", "h100-sxm", "H100 SXM", "nvidia h100 80gb hbm3"):
@@ -214,6 +217,7 @@ def test_equal_calls_return_the_same_devices(plugin):
     assert target("h100", 4) is not devices
 
 
+@pytest.mark.targets
 def test_a_device_whose_numbers_are_not_known_is_a_gpu(plugin):
     text = TARGETS[0].spec().replace(TARGETS[0].kind, "NVIDIA of tomorrow")
     topology = jax.experimental.topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x2")
@@ -233,6 +237,7 @@ assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
 """
 
 
+@pytest.mark.targets
 @pytest.mark.skipif(os.path.exists("/proc/driver/nvidia"), reason="there is a GPU, which JAX takes")
 @pytest.mark.parametrize("platforms", ["cpu", ""])
 @pytest.mark.parametrize("order", ORDERS)

@@ -18,6 +18,7 @@ from jaxpp.schedule.action import Kind
 from jaxpp.targets import TARGETS
 
 pytest.importorskip("jax_plugins.xla_cuda12")
+pytestmark = pytest.mark.targets
 
 H100 = next(target for target in TARGETS if target.name == "h100")
 SIZE = 256

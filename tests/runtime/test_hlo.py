@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import topologies
 from jax.lax import DotAlgorithmPreset
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxpp
 from jaxpp.runtime.hlo import aliased, float64_in, parse_hlo, parse_shape, read_kernels
 from models.gpt import GPT
 
@@ -309,32 +309,13 @@ def test_what_is_not_known_is_a_kernel_with_the_bytes_of_its_operands():
     assert read_kernels("") == read_kernels("module @jit_sin {\n}") == ()
 
 
-# What follows compiles for GPUs that are not there. jaxpp.target("h100", 4) will replace this description and this fixture.
-H100 = """gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64 device_address_bits: 64 name: "NVIDIA H100 80GB HBM3" dnn_version: "9.10.0" runtime_version: "12.8.0"
-  driver_version: "13.0.0" compile_time_toolkit_version: "12.8.0"
-}
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+# What follows compiles for GPUs that are not there.
 
 
 @pytest.fixture(scope="module")
 def gpus():
-    plugin = pytest.importorskip("jax_plugins.xla_cuda12")
-    jax.devices()  # JAX finds its plugins; without a driver, that of CUDA refuses to be one
-    options = {"platform": "cuda", "target_config": H100, "topology": "1x1x4"}
-    try:
-        return topologies.get_topology_desc(**options).devices
-    except NotImplementedError:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-            plugin.initialize()
-        return topologies.get_topology_desc(**options).devices
+    pytest.importorskip("jax_plugins.xla_cuda12")
+    return jaxpp.target("h100", 4)
 
 
 @pytest.fixture
@@ -472,6 +453,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.targets
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_a_gpu_runs_is_what_is_counted_by_hand(name, on_gpu):
     program, options, kernels = PROGRAMS[name]
@@ -483,17 +465,20 @@ def test_what_a_gpu_runs_is_what_is_counted_by_hand(name, on_gpu):
     assert not float64_in(text)
 
 
+@pytest.mark.targets
 def test_double_precision_on_a_gpu_is_found(x64, on_gpu):
     text = on_gpu(lambda x, y: x @ y, "f64[2048,2048]", "f64[2048,2048]")
     assert float64_in(text)
     assert total_products(text) == {"float64": 2 * 2048**3}
 
 
+@pytest.mark.targets
 def test_gradients_of_a_convolution_cost_as_much_as_the_convolution(on_gpu):
     gradients = jax.grad(lambda x, w: jax.nn.relu(conv(x, w)).sum().astype("float32"), (0, 1))
     assert total_products(on_gpu(gradients, *CONV)) == {"bfloat16": 3 * CONV_FLOPS}
 
 
+@pytest.mark.targets
 def test_an_all_reduce_reads_and_writes_the_array_on_each_device(gpus):
     mesh = Mesh(np.array(gpus), ("data",))
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
@@ -504,6 +489,7 @@ def test_an_all_reduce_reads_and_writes_the_array_on_each_device(gpus):
     assert counts(text) == [("copy", "XLA", 1, NONE, 0, size, size), ("collective", "XLA", 1, NONE, 0, size, size)]
 
 
+@pytest.mark.targets
 def test_a_copy_to_the_host_is_counted_apart(gpus, on_gpu):
     host = SingleDeviceSharding(gpus[0], memory_kind="pinned_host")
     text = on_gpu(lambda x: jax.device_put(jnp.sin(x), jax.memory.Space.Host), "f32[1024,1024]", out_shardings=host)
@@ -512,6 +498,7 @@ def test_a_copy_to_the_host_is_counted_apart(gpus, on_gpu):
     assert (copy.kind, copy.bytes_read, copy.bytes_written, copy.host_bytes) == ("copy", N * F32, 0, N * F32)
 
 
+@pytest.mark.targets
 def test_the_dearest_branch_and_a_loop_of_unknown_trips_are_not_exact(on_gpu):
     def branch(which, x):
         return jax.lax.cond(which, lambda x: x @ x, lambda x: x * 2, x)
@@ -556,6 +543,7 @@ def gpt_products():
     return 3 * (blocks + 2 * tokens * WIDTH * VOCAB)
 
 
+@pytest.mark.targets
 def test_the_products_of_a_decoder_and_its_gradients_on_a_gpu_are_those_of_its_formula(gpus):
     assert total_products(gpt_text(SingleDeviceSharding(gpus[0]))) == {"tensorfloat32": gpt_products()}
 
