@@ -132,7 +132,7 @@ class Site:
         chapters = [{numbered(uri, page.title): uri} for uri, page in self.listed("course")]
         recipes = [{page.title: uri} for uri, page in sorted(self.listed("how-to"), key=lambda item: item[1].title)]
         experiments = [{name: f"experiments/{name}.md"} for name in self.experiments]
-        guides = ["train", "predict", "save", "memory", "speed", "tune", "targets", "profile", "schedules", "mesh", "hosts", "tasks"]
+        guides = "train predict save memory speed tune targets profile schedules mesh hosts tasks".split()
         return [
             {"Home": "index.md"},
             {"First hour": "start.md"},
