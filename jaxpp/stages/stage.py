@@ -23,6 +23,7 @@ from jaxpp.stages.graph import Graph, Piece, descendants, partition, trace
 from jaxpp.stages.jaxpr import CHEAP, LAYOUT, Atom, aval_of, calls_host, kind_of, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import TracedLoss, cheap_values
+from jaxpp.stages.one_hot import with_one_hots
 from jaxpp.stages.program import Backward, Fused, Pack, Program, Ref, Role, packed, packs_of
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.types import Aval, Tree
@@ -186,7 +187,7 @@ class StageBuilder:
         differentiable, others = _divided(results, gives)
         returned = _divided(inputs, wants)[0]
         seeds = tuple(len(inputs) + k for k, ref in enumerate(cotangents) if ref.peer < 0)
-        return TracedStage(graph, (*inputs, *cotangents), (*differentiable, *others), tuple(returned), seeds)
+        return TracedStage(with_one_hots(graph), (*inputs, *cotangents), (*differentiable, *others), tuple(returned), seeds)
 
     def _differentiable(self, ref: Ref, atom: Atom) -> bool:
         return ref.role == Role.LOSS or (ref.role in (Role.PARAM, Role.ACTIVATION) and atom in self.loss.carries)
