@@ -381,11 +381,11 @@ class Forward:
     def programs(
         self, params_or_shapes: Tree, batch: Batch, key: Key | None = None, *, fn: ForwardFn | None = None
     ) -> ProgramTable:
-        """The compiled programs of a step, or of ``apply``, and what each takes at least, from shapes alone; and what is wasteful.
+        """The compiled programs of a step, or of ``apply``, from shapes alone: the time of each at least, and what is wasteful.
 
         Of a ``Pipeline`` they are those of a training step; of a ``Forward``, or with ``fn``, those of a call of ``apply``. They
         are compiled, as ``init`` would, and not run; no parameter is made. On devices that only compile (``jaxpp.target``) they are
-        what such a GPU would run: its kernels, who wrote its matrix products, and the time in which no kernel can be done.
+        what such a GPU would run: its kernels, who wrote its matrix products, and the time that each takes at least.
 
         Args:
             params_or_shapes: the parameters, or their shapes, as for ``forecast``.

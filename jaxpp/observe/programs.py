@@ -51,9 +51,9 @@ _COPY_BYTES = 2 << 20
 """Of a weight, from which copying it is told of: to read and write so many takes an H100 longer than the launch of a kernel."""
 _LAUNCH_PART = 0.25
 """Of a program's bound that are launches, from which they are told of; more than that part of its kernels is then too short."""
-_KEPT_PART, _KEPT_TIMES = 0.9, 2
-"""Of a program's temporaries, and of all activations that it reads and sends: how large a residual is which is told of. It is among
-the temporaries of what computes it, with little beside it; and recomputing would keep the activations too."""
+_KEPT_PART, _KEPT_TIMES = 0.9, 4
+"""Of a program's temporaries, and of the activations that it reads and sends: how large a residual is that is told of. So large are
+the scores of attention on long sequences. The inner activations of a block, four times its width, are twice what comes and goes."""
 _SEEN = 0.01
 """Of the bound of all programs of a step, what a waste must cost to be told of; less is not seen in a measured step."""
 _NAMED = 3  # further programs with the same waste that are named
@@ -204,7 +204,7 @@ class ProgramTable(Sequence[ProgramRow]):
         >>> rows = [ProgramRow("stage_0_forward", 0, 0, "cpu:0", (Kind.F,), 4, (product,), temporaries=2**20, num_arguments=2)]
         >>> programs = ProgramTable(tuple(rows))
         >>> print("\n".join(str(programs).splitlines()[:2]))
-                program  stage  runs  kernels             products      by  bytes  temporaries  donated
+                program  stage  runs  kernels              products      by  bytes  temporaries  donated
         stage_0_forward      0     4        1  2.147 GFLOP bfloat16  Triton  4 MiB        1 MiB   0 of 2
         >>> programs.of("F").num_kernels, programs.of("B").num_kernels
         (4, 0)
@@ -583,14 +583,12 @@ def _large_residuals(programs: ProgramTable) -> str:
     found = []
     for row in programs:
         largest = max(row.residuals, key=lambda kept: kept.num_bytes, default=None)
-        if largest is None or not row.temporaries:  # nothing is next to it
-            continue
-        if largest.num_bytes >= max(_KEPT_PART * row.temporaries, _KEPT_TIMES * row.activations):
+        if largest and largest.num_bytes >= max(_KEPT_PART * row.temporaries, _KEPT_TIMES * row.activations):
             found.append(_Found(largest.num_bytes, row, largest))
     if not found:
         return ""
     worst, largest, others = _ranked(found)
-    size, besides = bytes_in_words(largest.num_bytes), bytes_in_words(worst.temporaries)
+    size, besides = bytes_in_words(largest.num_bytes), _size(worst.temporaries)
     return (
         f"{worst.name} keeps a residual {largest.shape} of {size} for the backward, as large as all its temporaries ({besides})"
         f"{_so(others)}: compute it in a narrower type, or recompute it (remat=)"
