@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NoReturn, SupportsIndex
+from typing import NamedTuple, NoReturn, SupportsIndex
 
 import jax
 import optax
@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxpp.engine.compared import opening_texts
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.init_arguments import InitArguments, are_swapped, first_leaves, read_given, swapped, variables_of
+from jaxpp.engine.outcome import Purpose
 from jaxpp.engine.state import State, States, states_of
 from jaxpp.engine.tracing import Tracing, check_key, same_shapes
 from jaxpp.errors import ArgumentError, StateError, warn
@@ -27,6 +28,7 @@ from jaxpp.observe.memory.fit import fit
 from jaxpp.observe.memory.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.record import Forwards, Work, check_profile, record
+from jaxpp.observe.programs import ProgramTable, programs_of
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.step import Leaves
@@ -55,6 +57,15 @@ class Setup:
     engine: Engine
     states: States
     stages: Stages
+
+
+class _Planned(NamedTuple):
+    """What a call would run, of which shapes are enough."""
+
+    engine: Engine
+    key: Key | None
+    purpose: Purpose
+    base: Engine | None = None  # that trains the parameters of ``engine``, if it runs another function
 
 
 @entries
@@ -362,26 +373,38 @@ class Forward:
         Raises:
             JaxppError: as ``init``, with ``fn`` as ``apply``; and for an ``hbm`` that is no size.
         """
-        options, variables = self._options, variables_of(self._options, params_or_shapes)
-        room = options.hbm if hbm is None else parse_bytes(hbm)
-        if fn is not None:
-            setup, chosen = self._opened("forecast"), self._function("forecast", fn)
-            setup.states.check_params(*variables)
-            engine = self._engine_of(setup.engine, chosen, batch, key)
-            return forecast(engine, batch, key, room, self._waiting(setup.engine), purpose="forward", base=setup.engine)
-        variables = self._joined(variables)
-        key = Tracing(options).key_for(variables, batch) if key is None else key
-        try:
-            engine = (self._setup or self._open(params_or_shapes, batch, key)).engine
-        except Exception as error:
-            given = read_given(f"{self._name}.forecast", params_or_shapes, (batch,))
-            if are_swapped(options, given, self._joined):
-                raise swapped(given) from error
-            raise
-        if not same_shapes(engine.layout.given, variables):
-            engine = open_engine(options, self._optimizer, variables, batch, key)
-            engine = fit(engine, batch, key, self._waiting(engine)).engine
-        return forecast(engine, batch, key, room, self._waiting(engine), purpose="update" if options.is_loss else "forward")
+        room = self._options.hbm if hbm is None else parse_bytes(hbm)
+        planned = self._planned("forecast", params_or_shapes, batch, key, fn)
+        engine, key, base = planned.engine, planned.key, planned.base
+        return forecast(engine, batch, key, room, self._waiting(base or engine), purpose=planned.purpose, base=base)
+
+    def programs(
+        self, params_or_shapes: Tree, batch: Batch, key: Key | None = None, *, fn: ForwardFn | None = None
+    ) -> ProgramTable:
+        """The compiled programs of a step, or of ``apply``, from shapes alone: the time of each at least, and what is wasteful.
+
+        Of a ``Pipeline`` they are those of a training step; of a ``Forward``, or with ``fn``, those of a call of ``apply``. They
+        are compiled, as ``init`` would, and not run; no parameter is made. On devices that only compile (``jaxpp.target``) they are
+        what such a GPU would run: its kernels, who wrote its matrix products, and the time that each takes at least.
+
+        Args:
+            params_or_shapes: the parameters, or their shapes, as for ``forecast``.
+            batch: as for ``step`` or ``apply``, or its shapes.
+            key: as for ``step`` or ``apply``, or its shape; may be left out even if the function takes a key.
+            fn: a function for ``apply``, as for ``forecast``.
+
+        Returns:
+            one row for each program: kernels, matrix products by type and by who wrote them, bytes, memory, and the least seconds
+            on the GPU, if jaxpp has its numbers. ``print`` it for a table; ``programs.figure()`` draws the roofline.
+
+        Raises:
+            JaxppError: as ``forecast``.
+
+        References:
+            Williams et al., Roofline: An Insightful Visual Performance Model for Multicore Architectures, CACM 52(4), 2009.
+        """
+        planned = self._planned("programs", params_or_shapes, batch, key, fn)
+        return programs_of(planned.engine, batch, planned.key, planned.purpose)
 
     def profile(
         self,
@@ -473,6 +496,27 @@ class Forward:
             refuse_compile_only(
                 f"{self._name}.{where}", self._options.devices, f"pass devices=jax.devices(), or leave devices out; {shapes}"
             )
+
+    def _planned(self, where: str, params_or_shapes: Tree, batch: Batch, key: Key | None, fn: ForwardFn | None) -> _Planned:
+        """What would run for such shapes: a step or the forwards of a batch; with ``fn``, those of this function."""
+        options, variables = self._options, variables_of(self._options, params_or_shapes)
+        if fn is not None:
+            setup, chosen = self._opened(where), self._function(where, fn)
+            setup.states.check_params(*variables)
+            return _Planned(self._engine_of(setup.engine, chosen, batch, key), key, "forward", setup.engine)
+        variables = self._joined(variables)
+        key = Tracing(options).key_for(variables, batch) if key is None else key
+        try:
+            engine = (self._setup or self._open(params_or_shapes, batch, key)).engine
+        except Exception as error:
+            given = read_given(f"{self._name}.{where}", params_or_shapes, (batch,))
+            if are_swapped(options, given, self._joined):
+                raise swapped(given) from error
+            raise
+        if not same_shapes(engine.layout.given, variables):
+            engine = open_engine(options, self._optimizer, variables, batch, key)
+            engine = fit(engine, batch, key, self._waiting(engine)).engine
+        return _Planned(engine, key, "update" if options.is_loss else "forward")
 
     def _open_given(self, where: str, init_or_params: Tree, args: Sequence[Tree]) -> tuple[InitArguments, Setup]:
         self._refuse_compile_only(where)

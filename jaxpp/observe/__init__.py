@@ -1,4 +1,4 @@
-"""What happened, and what will: timelines, why ranks idled, what memory held and will hold, what programs communicate."""
+"""What happened, and what will: timelines, why ranks idled, what memory held and will hold, what programs run and communicate."""
 
 from jaxpp.observe.collectives import Collectives, read_collectives
 from jaxpp.observe.memory.forecast import Forecast
@@ -6,5 +6,18 @@ from jaxpp.observe.memory.ledger import Ledger
 from jaxpp.observe.profile.export import to_html, to_json, to_perfetto
 from jaxpp.observe.profile.profile import Profile
 from jaxpp.observe.profile.record import from_trace
+from jaxpp.observe.programs import ProgramRow, ProgramTable
 
-__all__ = ["Collectives", "Forecast", "Ledger", "Profile", "from_trace", "read_collectives", "to_html", "to_json", "to_perfetto"]
+__all__ = [
+    "Collectives",
+    "Forecast",
+    "Ledger",
+    "Profile",
+    "ProgramRow",
+    "ProgramTable",
+    "from_trace",
+    "read_collectives",
+    "to_html",
+    "to_json",
+    "to_perfetto",
+]

@@ -33,7 +33,7 @@ class Roofline(NamedTuple):
 
 def kernel_roofline(kernel: Kernel, target: Target) -> Roofline:
     """What all runs of a kernel take at least; it counts where its limit is."""
-    products = sum(flops / _peak(target.peaks, kind) for kind, flops in kernel.products.items())
+    products = sum(flops / peak_of(target.peaks, kind) for kind, flops in kernel.products.items())
     arithmetic = products + kernel.flops / target.peaks.vector
     link = target.links.peer if kernel.kind == "collective" else target.links.host
     on_link = kernel.bytes_read if kernel.kind == "collective" else kernel.host_bytes
@@ -56,10 +56,10 @@ def program_roofline(kernels: Sequence[Kernel], target: Target) -> Roofline:
 
 def peaks_of(products: Mapping[str, float], target: Target) -> float:
     """Seconds of matrix products, FLOPs by the type of their operands, at the peaks of a target."""
-    return sum(flops / _peak(target.peaks, kind) for kind, flops in products.items())
+    return sum(flops / peak_of(target.peaks, kind) for kind, flops in products.items())
 
 
-def _peak(peaks: Peaks, kind: str) -> float:
+def peak_of(peaks: Peaks, kind: str) -> float:
     """FLOP/s of products of a type; of a type without a peak of its own those of float32, elementwise."""
     return getattr(peaks, kind, None) or peaks.vector
 

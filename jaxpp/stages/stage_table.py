@@ -137,6 +137,11 @@ def bytes_in_words(num_bytes: float) -> str:
     return _units(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
+def flops_in_words(flops: float) -> str:
+    """As people say it, with four digits: ``12.35 GFLOP``."""
+    return _units(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
 def _units(value: float, base: int, names: Sequence[str]) -> str:
     for name in names[:-1]:
         if value < base:

@@ -199,7 +199,7 @@ def line_liveness(
         donated |= gone
         ends.update((name, number) for name in gone)
         if line.placed is not None:
-            results = _result_bytes(bound, line, line.placed)
+            results = result_bytes(bound, line, line.placed)
         elif line.crossing is not None:
             results = [line.crossing.num_bytes] * len(line.outputs)
         elif line.is_send:
@@ -231,7 +231,8 @@ def _is_told(bound: Bound, place: Place) -> bool:
     return bound.numbers is None or place.is_here
 
 
-def _result_bytes(bound: Bound, line: BoundLine, job: PlacedProgram) -> list[int]:
+def result_bytes(bound: Bound, line: BoundLine, job: PlacedProgram) -> list[int]:
+    """Bytes of each result of a line's program, on each of its devices."""
     program, place, _ = job
     sizes = []
     for ref, aval, name in zip(program.outputs, program.results, line.outputs, strict=True):
