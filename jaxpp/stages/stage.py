@@ -25,12 +25,13 @@ from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import TracedLoss, cheap_values
 from jaxpp.stages.program import Backward, Fused, Pack, Program, Ref, Role, packed, packs_of
 from jaxpp.stages.remat import RematPolicy
+from jaxpp.stages.summands import Summands, summands_of
 from jaxpp.types import Aval, Tree
 
 BACKWARD = "backward"  # The colour of the equations of B
 _T = TypeVar("_T")
 _Run = Callable[..., list[jax.Array]]
-_Added = Mapping[int, jax.ShapeDtypeStruct]  # The number of each result that is added to what was there before, and its shape
+_Added = Mapping[int, Summands]  # The number of each result that is added to what was there before, and what adds up to it
 _Results = tuple[Sequence[Ref], _Added]
 _STATICS, _FORWARD, _INPUT, _WEIGHT, _FUSED = "statics", "forward", "input", "weight", "fused"
 _OF_STEP = {Role.PARAM, Role.CONSTANT, Role.STATIC, Role.KEY}
@@ -317,18 +318,18 @@ class StagePrograms:
     def forward(self, packs: Sequence[Pack]) -> Program:
         """Runs one microbatch's forward, and returns its small residuals in ``packs``."""
         piece = self._piece(_FORWARD)
-        run = self.traced.graph.function(piece.eqns, piece.inputs, [*self._forward_atoms, *self.residuals])
         outputs, added = self._results()
+        run = self.traced.graph.function(piece.eqns, piece.inputs, _reads([*self._forward_atoms, *self.residuals], added))
         outputs += [self.refs[var] for var in self.residuals]
         program = self._accumulating(run, piece.inputs, outputs, added)
         return self._called("forward", packed(program, (), packs) if packs else program, packs)
 
-    def _results(self) -> tuple[list[Ref], dict[int, jax.ShapeDtypeStruct]]:
-        """What the forward returns besides residuals, and the shape of each of them that is added to a sum."""
+    def _results(self) -> tuple[list[Ref], dict[int, Summands]]:
+        """What the forward returns besides residuals, and those of them that are added to a sum."""
         held = {Ref(Role.AUX, leaf): Ref(Role.ROWS, leaf) for leaf in self._builder.rows}
         outputs = [held.get(ref, ref) for ref in self.traced.results]
         atoms = [(k, self._forward_atoms[k]) for k, ref in enumerate(outputs) if ref.role in (Role.LOSS, Role.AUX)]
-        return outputs, {k: _average_like(aval_of(atom)) for k, atom in atoms}
+        return outputs, {k: Summands(_average_like(aval_of(atom)), (atom,)) for k, atom in atoms}
 
     def backward(self, kind: str, packs: Sequence[Pack]) -> Backward | None:
         """The program of B, I or W; None if it has nothing to do."""
@@ -381,8 +382,14 @@ class StagePrograms:
         """A program that adds gradients to their sums, or makes the sums if it is the ``first``; ahead of them ``results`` of F."""
         graph, traced, scaled_by = self.traced.graph, self.traced, self._builder.scaled_by
         seeds, (made, totals) = {graph.inputs[k] for k in traced.seeds}, results
-        before = self._forward_atoms if made else ()
-        run = graph.function(piece.eqns, piece.inputs, [*before, *(self._backward_atoms[k] for k in chosen), *kept])
+        returned = [traced.returned[k] for k in chosen]
+        outputs = [Ref(Role.GRAD, r.index) if r.role == Role.PARAM else Ref(Role.COTANGENT, r.index, self.stage) for r in returned]
+        outputs = [*made, *outputs, *(self.refs[var] for var in kept)]
+        atoms = [*(self._forward_atoms if made else ()), *(self._backward_atoms[k] for k in chosen), *kept]
+        numbers = [k for k, ref in enumerate(outputs) if ref.role == Role.GRAD]
+        grads = dict(zip(numbers, summands_of(graph, [atoms[k] for k in numbers], piece.eqns), strict=True))
+        added = {**totals, **grads}
+        run = graph.function(piece.eqns, piece.inputs, _reads(atoms, added))
         inputs = [var for var in piece.inputs if var not in seeds]
         scaled = [Ref(Role.LOSS_SCALE, scaled_by)] if scaled_by is not None and len(inputs) < len(piece.inputs) else []
 
@@ -391,13 +398,7 @@ class StagePrograms:
             supply = iter(args)
             return run(*(seed.astype(aval_of(var).dtype) if var in seeds else next(supply) for var in piece.inputs))
 
-        returned = [traced.returned[k] for k in chosen]
-        outputs = [Ref(Role.GRAD, r.index) if r.role == Role.PARAM else Ref(Role.COTANGENT, r.index, self.stage) for r in returned]
-        shapes = shapes_of(self._backward_atoms[k] for k in chosen)
-        pairs = enumerate(zip(outputs, shapes, strict=True), len(made))
-        grads = {k: shape for k, (ref, shape) in pairs if ref.role == Role.GRAD}
-        outputs = [*made, *outputs, *(self.refs[var] for var in kept)]
-        return self._accumulating(seeded, inputs, outputs, {**totals, **grads}, scaled, grads.keys() if first else ())
+        return self._accumulating(seeded, inputs, outputs, added, scaled, numbers if first else ())
 
     def _accumulating(
         self,
@@ -408,7 +409,10 @@ class StagePrograms:
         scaled: Sequence[Ref] = (),
         begun: Collection[int] = (),
     ) -> Program:
-        """A program that adds the weighted results ``added`` to their sums, but begins ``begun``; ``run`` takes the scale last."""
+        """A program that adds the weighted results ``added`` to their sums, but begins ``begun``.
+
+        ``run`` takes the loss scale last, and returns the results, what adds up to one (``_reads``) in its place.
+        """
         names, shapes = (*(self.refs[var] for var in inputs), *scaled), shapes_of(inputs)
         shapes += tuple(jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled)
         if not added:
@@ -416,16 +420,18 @@ class StagePrograms:
         split, going_on = len(inputs) + len(scaled), [k for k in added if k not in begun]
 
         def function(*args: jax.Array) -> list[jax.Array]:
-            results = list(run(*args[:split]))
-            scale, totals = args[split], dict(zip(going_on, args[split + 1 :], strict=True))
-            for k, aval in added.items():
-                share = scale.astype(aval.dtype) * jnp.asarray(results[k], aval.dtype)
-                results[k] = totals[k] + share if k in totals else share
-            return results
+            values, scale = iter(run(*args[:split])), args[split]
+            totals = dict(zip(going_on, args[split + 1 :], strict=True))
+            return [added[k].added(totals.get(k), scale, values) if k in added else next(values) for k in range(len(outputs))]
 
         names, shapes = (*names, Ref(Role.SCALE)), (*shapes, jax.ShapeDtypeStruct((), scale_dtype()))
-        names, shapes = (*names, *(outputs[k] for k in going_on)), (*shapes, *(added[k] for k in going_on))
+        names, shapes = (*names, *(outputs[k] for k in going_on)), (*shapes, *(added[k].sum for k in going_on))
         return Program(function, names, tuple(outputs), shapes)
+
+
+def _reads(results: Sequence[Atom], added: _Added) -> list[Atom]:
+    """What a program computes to return these results: of those that are added to sums, what adds up to them."""
+    return [atom for k, result in enumerate(results) for atom in (added[k].reads if k in added else (result,))]
 
 
 def _divided(values: Sequence[_T], flags: Sequence[bool]) -> tuple[list[_T], list[_T]]:
