@@ -339,13 +339,10 @@ class StagePrograms:
         if not chosen and not kept:
             return None
         piece = self._piece({"B": BACKWARD, "I": _INPUT, "W": _WEIGHT}[kind])
-        first, then = (self._backward(piece, chosen, kept, first=first) for first in (True, False))
-        sums = [pack for pack in packs if not set(pack.members).isdisjoint(then.outputs)]
-        residuals = self.small if kind == "B" else (*self.small, *self._small_kept)
-        writes = (*self._small_kept, *sums) if kind == "I" else sums
+        reads, writes = (self.small, ()) if kind == "B" else ((*self.small, *self._small_kept), self._small_kept * (kind == "I"))
         lean = kind == "W" and bool(self._piece(_INPUT).eqns)  # else W is all of B
-        first, then = (replace(program, lean=lean) for program in (first, then))
-        first, then = packed(first, residuals, writes), packed(then, (*residuals, *sums), writes)
+        programs = (self._backward(piece, chosen, kept, packs, first=first) for first in (True, False))
+        first, then = (replace(packed(program, reads, writes), lean=lean) for program in programs)
         return Backward(self._called(f"{_NAMES[kind]}_first", first, packs), self._called(_NAMES[kind], then, packs))
 
     def _called(self, name: str, program: Program, packs: Sequence[Pack] = ()) -> Program:
@@ -362,9 +359,7 @@ class StagePrograms:
         piece = partition(graph, colors, homes).get(_FUSED, Piece())
         chosen = range(len(traced.returned))
         results = self._results()
-        first, then = (self._backward(piece, chosen, (), first=first, results=results) for first in (True, False))
-        sums = [pack for pack in packs if not set(pack.members).isdisjoint(then.outputs)]
-        first, then = packed(first, (), sums), packed(then, sums, sums)
+        first, then = (self._backward(piece, chosen, (), packs, first=first, results=results) for first in (True, False))
         costs = [(color, count_flops(eqn)) for color, eqn in zip(self._before, graph.eqns, strict=True)]
         forward, whole = (sum(cost for color, cost in costs if color in which) for which in ([_FORWARD], [_FORWARD, BACKWARD]))
         programs = self._called("forward_backward_first", first, packs), self._called("forward_backward", then, packs)
@@ -375,6 +370,7 @@ class StagePrograms:
         piece: Piece,
         chosen: Sequence[int],
         kept: Sequence[Var],
+        packs: Sequence[Pack],
         *,
         first: bool,
         results: _Results = ((), MappingProxyType({})),
@@ -398,7 +394,7 @@ class StagePrograms:
             supply = iter(args)
             return run(*(seed.astype(aval_of(var).dtype) if var in seeds else next(supply) for var in piece.inputs))
 
-        return self._accumulating(seeded, inputs, outputs, added, scaled, numbers if first else ())
+        return self._accumulating(seeded, inputs, outputs, added, scaled, packs, first=first)
 
     def _accumulating(
         self,
@@ -407,26 +403,41 @@ class StagePrograms:
         outputs: Sequence[Ref],
         added: _Added,
         scaled: Sequence[Ref] = (),
-        begun: Collection[int] = (),
+        packs: Sequence[Pack] = (),
+        *,
+        first: bool = False,
     ) -> Program:
-        """A program that adds the weighted results ``added`` to their sums, but begins ``begun``.
+        """A program that adds the weighted results ``added`` to their sums, or begins those of gradients if it is the ``first``.
 
-        ``run`` takes the loss scale last, and returns the results, what adds up to one (``_reads``) in its place.
+        ``run`` takes the loss scale last, and returns the results, what adds up to one (``_reads``) in its place. The gradients in
+        ``packs`` are added as vectors: a vector put together of sums would take over the buffer of none.
         """
         names, shapes = (*(self.refs[var] for var in inputs), *scaled), shapes_of(inputs)
         shapes += tuple(jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled)
         if not added:
             return Program(run, names, tuple(outputs), shapes)
-        split, going_on = len(inputs) + len(scaled), [k for k in added if k not in begun]
+        split, packs = len(names), [pack for pack in packs if not set(pack.members).isdisjoint(outputs)]
+        members = {ref for pack in packs for ref in pack.members}
+        sums = {outputs[k]: summands.sum for k, summands in added.items() if outputs[k] not in members}
+        sums |= {pack.ref: pack.aval for pack in packs}
+        going_on = [ref for ref in sums if not (first and ref.role == Role.GRAD)]
+        returned = [*sums, *(ref for ref in outputs if ref not in sums and ref not in members)]
 
         def function(*args: jax.Array) -> list[jax.Array]:
             values, scale = iter(run(*args[:split])), args[split]
             totals = dict(zip(going_on, args[split + 1 :], strict=True))
-            return [added[k].added(totals.get(k), scale, values) if k in added else next(values) for k in range(len(outputs))]
+            results = {}
+            for k, ref in enumerate(outputs):
+                results[ref] = added[k].added(totals.get(ref), scale, values) if k in added else next(values)
+            for pack in packs:
+                missing = {ref: jnp.zeros(shape, pack.dtype) for ref, shape in zip(pack.members, pack.shapes, strict=True)}
+                share = pack.join(missing | results)
+                results[pack.ref] = totals[pack.ref] + share if pack.ref in totals else share
+            return [results[ref] for ref in returned]
 
         names, shapes = (*names, Ref(Role.SCALE)), (*shapes, jax.ShapeDtypeStruct((), scale_dtype()))
-        names, shapes = (*names, *(outputs[k] for k in going_on)), (*shapes, *(added[k].sum for k in going_on))
-        return Program(function, names, tuple(outputs), shapes)
+        names, shapes = (*names, *going_on), (*shapes, *(sums[ref] for ref in going_on))
+        return Program(function, names, tuple(returned), shapes)
 
 
 def _reads(results: Sequence[Atom], added: _Added) -> list[Atom]:

@@ -186,17 +186,20 @@ def test_steps_are_verified_on_replicas_meshes_and_with_scales(loss_fn, options)
 
 def large(params, x):
     h = jnp.take(params["table"], x, axis=0).astype("bfloat16")
-    for name in ("a", "b"):
-        h = jnp.tanh(h @ params[name].astype("bfloat16"))
+    for name, bias in (("a", "p"), ("b", "q")):
+        h = jnp.tanh(
+            (h @ params[name].astype("bfloat16") + params[bias].astype("bfloat16")) * params[f"{bias}_scale"].astype("bfloat16")
+        )
     return (h.astype("float32") ** 2).mean()
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_on_a_gpu_the_rows_are_scattered_into_the_buffer_of_the_sum(replicas):
+def test_on_a_gpu_rows_are_scattered_into_the_buffer_of_their_sum_and_small_gradients_are_added_in_place(replicas):
     """Nothing of the size of the table is written, read, or copied by the backward of the stage with the embedding."""
     pytest.importorskip("jax_plugins.xla_cuda12")
     rows, width = 1 << 15, 512
     params = {"table": (rows, width), "a": (width, width), "b": (width, width)}
+    params |= dict.fromkeys(("p", "q", "p_scale", "q_scale"), (width,))
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in params.items()}
     batch = jax.ShapeDtypeStruct((8 * replicas, 64), "int32")
     options = {"devices": target("h100", 2 * replicas), "data_parallel": replicas}
@@ -216,4 +219,5 @@ def test_on_a_gpu_the_rows_are_scattered_into_the_buffer_of_the_sum(replicas):
         assert [kernel.kind for kernel in kernels].count("scatter") == 1
         assert sum(written) < (0 if name == "stage_0_backward" else 1) * table + table / 4, name
         assert sum(kernel.bytes_read for kernel in kernels) < table / 4
-    assert len(aliased(texts["stage_0_backward"])) == 2  # the sums of the table and of the matrix
+    assert len(aliased(texts["stage_0_backward"])) == 3  # the sums of the table, of the matrix, and of both small vectors as one
+    assert not [kernel.name for kernel in read_kernels(texts["stage_0_backward"]) if kernel.name.startswith("copy")]
