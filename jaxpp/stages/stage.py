@@ -220,7 +220,9 @@ class StagePrograms:
         self.again = self._again(before, remat)
         colors = [None if i in self.again else color for i, color in enumerate(before)]
         self.pieces = partition(graph, colors, homes)
-        self.refs |= {var: Ref(Role.STATIC, k) for k, var in enumerate(self._piece(_STATICS).outputs)}
+        statics = {var: Ref(Role.STATIC, k) for k, var in enumerate(self._piece(_STATICS).outputs)}
+        self.refs |= statics
+        self._small_statics = packs_of(list(statics.values()), shapes_of(statics), Ref(Role.STATIC), below)
         sent = {
             atom: ref
             for ref, atom in zip(traced.results, self._forward_atoms, strict=True)
@@ -308,12 +310,14 @@ class StagePrograms:
         return halves
 
     def statics(self) -> Program:
-        """Computes what depends on parameters alone, once a step."""
+        """Computes what depends on parameters alone, once a step; small values, such as casts of biases, as parts of vectors."""
         piece, graph = self._piece(_STATICS), self.traced.graph
         does = fingerprint([graph.eqns[i] for i in piece.eqns], piece.inputs, piece.outputs)  # the same at all microbatch sizes
-        function = ComparableFunction(graph.function(piece.eqns, piece.inputs, piece.outputs), does)
         inputs, outputs = (tuple(self.refs[var] for var in values) for values in (piece.inputs, piece.outputs))
-        return Program(function, inputs, outputs, shapes_of(piece.inputs), name=f"stage_{self.stage}_statics")
+        run = graph.function(piece.eqns, piece.inputs, piece.outputs)
+        program = packed(Program(run, inputs, outputs, shapes_of(piece.inputs)), (), self._small_statics)
+        function = ComparableFunction(program.function, does and (does, self._small_statics))
+        return replace(program, function=function, name=f"stage_{self.stage}_statics")
 
     def forward(self, packs: Sequence[Pack]) -> Program:
         """Runs one microbatch's forward, and returns its small residuals in ``packs``."""
@@ -347,6 +351,7 @@ class StagePrograms:
 
     def _called(self, name: str, program: Program, packs: Sequence[Pack] = ()) -> Program:
         does = self._does and (self._does, name, tuple(packs))
+        program = packed(program, self._small_statics)
         return replace(program, name=f"stage_{self.stage}_{name}", function=ComparableFunction(program.function, does))
 
     def fused(self, packs: Sequence[Pack]) -> Fused | None:
