@@ -4,6 +4,7 @@ JAX promises nothing about names of primitives, parameters of equations, kinds o
 in ``tests/stages/test_jaxpr.py``. Other files use ``eqns``, ``invars``, ``outvars``, ``effects`` and ``primitive``.
 """
 
+import functools
 import math
 import pathlib
 import sys
@@ -192,6 +193,36 @@ def user_line(eqn: JaxprEqn) -> str:
 def is_cast(eqn: JaxprEqn) -> bool:
     """Whether an equation converts a value to another dtype."""
     return kind_of(eqn) == "convert_element_type"
+
+
+def is_sum(eqn: JaxprEqn) -> bool:
+    """Whether an equation adds two gradients of one value."""
+    return kind_of(eqn) == "add_any"
+
+
+def is_zeros(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes an array of zeros."""
+    return kind_of(eqn) == "broadcast_in_dim" and number_in(eqn.invars[0]) == 0
+
+
+class ScatterAdd(NamedTuple):
+    """A scatter that adds ``updates`` to the places of ``operand`` that ``indices`` say."""
+
+    operand: Atom
+    indices: Atom
+    updates: Atom
+    add: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # the same, of any dtype
+
+
+def scatter_add_of(eqn: JaxprEqn) -> ScatterAdd | None:
+    """The equation as a scatter that adds; None for anything else."""
+    if kind_of(eqn) != "scatter-add":
+        return None
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    operand, indices, updates = eqn.invars
+    return ScatterAdd(
+        operand, indices, updates, functools.partial(jax.lax.scatter_add, **{name: eqn.params[name] for name in names})
+    )
 
 
 def multiplies(eqn: JaxprEqn) -> bool:

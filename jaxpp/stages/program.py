@@ -141,22 +141,18 @@ def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int =
 
 
 def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] = ()) -> Program:
-    """The program with arguments and results in packs; members that it does not write stay if they are read, and else are zero."""
+    """The program with those of its arguments in ``reads``, and its results in ``writes``, as parts of vectors."""
     read_refs = {ref for pack in reads for ref in pack.members}
     written_refs = {ref for pack in writes for ref in pack.members}
     used = [pack for pack in reads if not set(pack.members).isdisjoint(program.inputs)]
     plain = [(ref, aval) for ref, aval in zip(program.inputs, program.avals, strict=True) if ref not in read_refs]
     inputs = (*(ref for ref, _ in plain), *(pack.ref for pack in used))
     outputs = [*(ref for ref in program.outputs if ref not in written_refs), *(pack.ref for pack in writes)]
-    outputs.sort(key=lambda ref: ref.role not in ACCUMULATED)  # each sum takes over its own old buffer, not a twin's
 
     def function(*args: jax.Array) -> list[jax.Array]:
         values = dict(zip(inputs, args, strict=True))
         for pack in used:
             values |= pack.split(values[pack.ref])
-        for pack in writes:
-            missing = {ref: jnp.zeros(shape, pack.dtype) for ref, shape in zip(pack.members, pack.shapes, strict=True)}
-            values = missing | values
         results = program.function(*(values[ref] for ref in program.inputs))
         values |= zip(program.outputs, results, strict=True)
         values |= {pack.ref: pack.join(values) for pack in writes}

@@ -26,12 +26,13 @@ from jaxpp.stages.loss.traced_loss import TracedLoss, cheap_values
 from jaxpp.stages.one_hot import with_one_hots
 from jaxpp.stages.program import Backward, Fused, Pack, Program, Ref, Role, packed, packs_of
 from jaxpp.stages.remat import RematPolicy
+from jaxpp.stages.summands import Summands, summands_of
 from jaxpp.types import Aval, Tree
 
 BACKWARD = "backward"  # The colour of the equations of B
 _T = TypeVar("_T")
 _Run = Callable[..., list[jax.Array]]
-_Added = Mapping[int, jax.ShapeDtypeStruct]  # The number of each result that is added to what was there before, and its shape
+_Added = Mapping[int, Summands]  # The number of each result that is added to what was there before, and what adds up to it
 _Results = tuple[Sequence[Ref], _Added]
 _STATICS, _FORWARD, _INPUT, _WEIGHT, _FUSED = "statics", "forward", "input", "weight", "fused"
 _OF_STEP = {Role.PARAM, Role.CONSTANT, Role.STATIC, Role.KEY}
@@ -220,7 +221,9 @@ class StagePrograms:
         self.again = self._again(before, remat)
         colors = [None if i in self.again else color for i, color in enumerate(before)]
         self.pieces = partition(graph, colors, homes)
-        self.refs |= {var: Ref(Role.STATIC, k) for k, var in enumerate(self._piece(_STATICS).outputs)}
+        statics = {var: Ref(Role.STATIC, k) for k, var in enumerate(self._piece(_STATICS).outputs)}
+        self.refs |= statics
+        self._small_statics = packs_of(list(statics.values()), shapes_of(statics), Ref(Role.STATIC), below)
         sent = {
             atom: ref
             for ref, atom in zip(traced.results, self._forward_atoms, strict=True)
@@ -308,28 +311,30 @@ class StagePrograms:
         return halves
 
     def statics(self) -> Program:
-        """Computes what depends on parameters alone, once a step."""
+        """Computes what depends on parameters alone, once a step; small values, such as casts of biases, as parts of vectors."""
         piece, graph = self._piece(_STATICS), self.traced.graph
         does = fingerprint([graph.eqns[i] for i in piece.eqns], piece.inputs, piece.outputs)  # the same at all microbatch sizes
-        function = ComparableFunction(graph.function(piece.eqns, piece.inputs, piece.outputs), does)
         inputs, outputs = (tuple(self.refs[var] for var in values) for values in (piece.inputs, piece.outputs))
-        return Program(function, inputs, outputs, shapes_of(piece.inputs), name=f"stage_{self.stage}_statics")
+        run = graph.function(piece.eqns, piece.inputs, piece.outputs)
+        program = packed(Program(run, inputs, outputs, shapes_of(piece.inputs)), (), self._small_statics)
+        function = ComparableFunction(program.function, does and (does, self._small_statics))
+        return replace(program, function=function, name=f"stage_{self.stage}_statics")
 
     def forward(self, packs: Sequence[Pack]) -> Program:
         """Runs one microbatch's forward, and returns its small residuals in ``packs``."""
         piece = self._piece(_FORWARD)
-        run = self.traced.graph.function(piece.eqns, piece.inputs, [*self._forward_atoms, *self.residuals])
         outputs, added = self._results()
+        run = self.traced.graph.function(piece.eqns, piece.inputs, _reads([*self._forward_atoms, *self.residuals], added))
         outputs += [self.refs[var] for var in self.residuals]
         program = self._accumulating(run, piece.inputs, outputs, added)
         return self._called("forward", packed(program, (), packs) if packs else program, packs)
 
-    def _results(self) -> tuple[list[Ref], dict[int, jax.ShapeDtypeStruct]]:
-        """What the forward returns besides residuals, and the shape of each of them that is added to a sum."""
+    def _results(self) -> tuple[list[Ref], dict[int, Summands]]:
+        """What the forward returns besides residuals, and those of them that are added to a sum."""
         held = {Ref(Role.AUX, leaf): Ref(Role.ROWS, leaf) for leaf in self._builder.rows}
         outputs = [held.get(ref, ref) for ref in self.traced.results]
         atoms = [(k, self._forward_atoms[k]) for k, ref in enumerate(outputs) if ref.role in (Role.LOSS, Role.AUX)]
-        return outputs, {k: _average_like(aval_of(atom)) for k, atom in atoms}
+        return outputs, {k: Summands(_average_like(aval_of(atom)), (atom,)) for k, atom in atoms}
 
     def backward(self, kind: str, packs: Sequence[Pack]) -> Backward | None:
         """The program of B, I or W; None if it has nothing to do."""
@@ -339,17 +344,15 @@ class StagePrograms:
         if not chosen and not kept:
             return None
         piece = self._piece({"B": BACKWARD, "I": _INPUT, "W": _WEIGHT}[kind])
-        first, then = (self._backward(piece, chosen, kept, first=first) for first in (True, False))
-        sums = [pack for pack in packs if not set(pack.members).isdisjoint(then.outputs)]
-        residuals = self.small if kind == "B" else (*self.small, *self._small_kept)
-        writes = (*self._small_kept, *sums) if kind == "I" else sums
+        reads, writes = (self.small, ()) if kind == "B" else ((*self.small, *self._small_kept), self._small_kept * (kind == "I"))
         lean = kind == "W" and bool(self._piece(_INPUT).eqns)  # else W is all of B
-        first, then = (replace(program, lean=lean) for program in (first, then))
-        first, then = packed(first, residuals, writes), packed(then, (*residuals, *sums), writes)
+        programs = (self._backward(piece, chosen, kept, packs, first=first) for first in (True, False))
+        first, then = (replace(packed(program, reads, writes), lean=lean) for program in programs)
         return Backward(self._called(f"{_NAMES[kind]}_first", first, packs), self._called(_NAMES[kind], then, packs))
 
     def _called(self, name: str, program: Program, packs: Sequence[Pack] = ()) -> Program:
         does = self._does and (self._does, name, tuple(packs))
+        program = packed(program, self._small_statics)
         return replace(program, name=f"stage_{self.stage}_{name}", function=ComparableFunction(program.function, does))
 
     def fused(self, packs: Sequence[Pack]) -> Fused | None:
@@ -362,9 +365,7 @@ class StagePrograms:
         piece = partition(graph, colors, homes).get(_FUSED, Piece())
         chosen = range(len(traced.returned))
         results = self._results()
-        first, then = (self._backward(piece, chosen, (), first=first, results=results) for first in (True, False))
-        sums = [pack for pack in packs if not set(pack.members).isdisjoint(then.outputs)]
-        first, then = packed(first, (), sums), packed(then, sums, sums)
+        first, then = (self._backward(piece, chosen, (), packs, first=first, results=results) for first in (True, False))
         costs = [(color, count_flops(eqn)) for color, eqn in zip(self._before, graph.eqns, strict=True)]
         forward, whole = (sum(cost for color, cost in costs if color in which) for which in ([_FORWARD], [_FORWARD, BACKWARD]))
         programs = self._called("forward_backward_first", first, packs), self._called("forward_backward", then, packs)
@@ -375,6 +376,7 @@ class StagePrograms:
         piece: Piece,
         chosen: Sequence[int],
         kept: Sequence[Var],
+        packs: Sequence[Pack],
         *,
         first: bool,
         results: _Results = ((), MappingProxyType({})),
@@ -382,8 +384,14 @@ class StagePrograms:
         """A program that adds gradients to their sums, or makes the sums if it is the ``first``; ahead of them ``results`` of F."""
         graph, traced, scaled_by = self.traced.graph, self.traced, self._builder.scaled_by
         seeds, (made, totals) = {graph.inputs[k] for k in traced.seeds}, results
-        before = self._forward_atoms if made else ()
-        run = graph.function(piece.eqns, piece.inputs, [*before, *(self._backward_atoms[k] for k in chosen), *kept])
+        returned = [traced.returned[k] for k in chosen]
+        outputs = [Ref(Role.GRAD, r.index) if r.role == Role.PARAM else Ref(Role.COTANGENT, r.index, self.stage) for r in returned]
+        outputs = [*made, *outputs, *(self.refs[var] for var in kept)]
+        atoms = [*(self._forward_atoms if made else ()), *(self._backward_atoms[k] for k in chosen), *kept]
+        numbers = [k for k, ref in enumerate(outputs) if ref.role == Role.GRAD]
+        grads = dict(zip(numbers, summands_of(graph, [atoms[k] for k in numbers], piece.eqns), strict=True))
+        added = {**totals, **grads}
+        run = graph.function(piece.eqns, piece.inputs, _reads(atoms, added))
         inputs = [var for var in piece.inputs if var not in seeds]
         scaled = [Ref(Role.LOSS_SCALE, scaled_by)] if scaled_by is not None and len(inputs) < len(piece.inputs) else []
 
@@ -392,13 +400,7 @@ class StagePrograms:
             supply = iter(args)
             return run(*(seed.astype(aval_of(var).dtype) if var in seeds else next(supply) for var in piece.inputs))
 
-        returned = [traced.returned[k] for k in chosen]
-        outputs = [Ref(Role.GRAD, r.index) if r.role == Role.PARAM else Ref(Role.COTANGENT, r.index, self.stage) for r in returned]
-        shapes = shapes_of(self._backward_atoms[k] for k in chosen)
-        pairs = enumerate(zip(outputs, shapes, strict=True), len(made))
-        grads = {k: shape for k, (ref, shape) in pairs if ref.role == Role.GRAD}
-        outputs = [*made, *outputs, *(self.refs[var] for var in kept)]
-        return self._accumulating(seeded, inputs, outputs, {**totals, **grads}, scaled, grads.keys() if first else ())
+        return self._accumulating(seeded, inputs, outputs, added, scaled, packs, first=first)
 
     def _accumulating(
         self,
@@ -407,26 +409,46 @@ class StagePrograms:
         outputs: Sequence[Ref],
         added: _Added,
         scaled: Sequence[Ref] = (),
-        begun: Collection[int] = (),
+        packs: Sequence[Pack] = (),
+        *,
+        first: bool = False,
     ) -> Program:
-        """A program that adds the weighted results ``added`` to their sums, but begins ``begun``; ``run`` takes the scale last."""
+        """A program that adds the weighted results ``added`` to their sums, or begins those of gradients if it is the ``first``.
+
+        ``run`` takes the loss scale last, and returns the results, what adds up to one (``_reads``) in its place. The gradients in
+        ``packs`` are added as vectors: a vector put together of sums would take over the buffer of none.
+        """
         names, shapes = (*(self.refs[var] for var in inputs), *scaled), shapes_of(inputs)
         shapes += tuple(jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled)
         if not added:
             return Program(run, names, tuple(outputs), shapes)
-        split, going_on = len(inputs) + len(scaled), [k for k in added if k not in begun]
+        split, packs = len(names), [pack for pack in packs if not set(pack.members).isdisjoint(outputs)]
+        members = {ref for pack in packs for ref in pack.members}
+        sums = {outputs[k]: summands.sum for k, summands in added.items() if outputs[k] not in members}
+        sums |= {pack.ref: pack.aval for pack in packs}
+        going_on = [ref for ref in sums if not (first and ref.role == Role.GRAD)]
+        returned = [*sums, *(ref for ref in outputs if ref not in sums and ref not in members)]
 
         def function(*args: jax.Array) -> list[jax.Array]:
-            results = list(run(*args[:split]))
-            scale, totals = args[split], dict(zip(going_on, args[split + 1 :], strict=True))
-            for k, aval in added.items():
-                share = scale.astype(aval.dtype) * jnp.asarray(results[k], aval.dtype)
-                results[k] = totals[k] + share if k in totals else share
-            return results
+            values, scale = iter(run(*args[:split])), args[split]
+            totals = dict(zip(going_on, args[split + 1 :], strict=True))
+            results = {}
+            for k, ref in enumerate(outputs):
+                results[ref] = added[k].added(totals.get(ref), scale, values) if k in added else next(values)
+            for pack in packs:
+                missing = {ref: jnp.zeros(shape, pack.dtype) for ref, shape in zip(pack.members, pack.shapes, strict=True)}
+                share = pack.join(missing | results)
+                results[pack.ref] = totals[pack.ref] + share if pack.ref in totals else share
+            return [results[ref] for ref in returned]
 
         names, shapes = (*names, Ref(Role.SCALE)), (*shapes, jax.ShapeDtypeStruct((), scale_dtype()))
-        names, shapes = (*names, *(outputs[k] for k in going_on)), (*shapes, *(added[k] for k in going_on))
-        return Program(function, names, tuple(outputs), shapes)
+        names, shapes = (*names, *going_on), (*shapes, *(sums[ref] for ref in going_on))
+        return Program(function, names, tuple(returned), shapes)
+
+
+def _reads(results: Sequence[Atom], added: _Added) -> list[Atom]:
+    """What a program computes to return these results: of those that are added to sums, what adds up to them."""
+    return [atom for k, result in enumerate(results) for atom in (added[k].reads if k in added else (result,))]
 
 
 def _divided(values: Sequence[_T], flags: Sequence[bool]) -> tuple[list[_T], list[_T]]:

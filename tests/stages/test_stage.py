@@ -13,13 +13,15 @@ import jaxpp
 from jaxpp.engine.engine import open_engine
 from jaxpp.options import Options
 from jaxpp.plan.lower import lower
+from jaxpp.runtime.hlo import read_kernels
 from jaxpp.schedule import Schedule
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.cuts.balance import balance, owners, resolve
 from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.graph import descendants, trace
 from jaxpp.stages.loss.traced_loss import trace_loss
-from jaxpp.stages.program import Role
+from jaxpp.stages.program import SMALL, Role
+from jaxpp.targets import target
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from models.gpt import GPT
 from models.mlp import MLP
@@ -128,6 +130,46 @@ def test_a_cast_of_the_weights_happens_once_per_step_and_stage(make_case):
 def test_statics_are_made_from_parameters_alone(make_case):
     for code in cut_case(make_case("float32", compute="bfloat16"), 3).stages:
         assert {ref.role for ref in code.statics.inputs} <= {Role.PARAM, Role.CONSTANT}
+
+
+def test_small_statics_are_one_vector_that_the_programs_of_the_stage_slice():
+    """Each array of its own would be a kernel of the program that makes it, and an argument of every program that reads it."""
+    case = gpt_case("float32", compute="bfloat16", width=64)
+    for code in cut_case(case, 2).stages:
+        names, results = code.statics.outputs, code.statics.results
+        large = [aval for ref, aval in zip(names, results, strict=True) if ref.index >= 0]
+        vectors = {ref: aval for ref, aval in zip(names, results, strict=True) if ref.index < 0}
+        assert all(count_bytes(aval) > SMALL for aval in large)
+        (aval,) = vectors.values()
+        assert aval.dtype == jnp.bfloat16
+        assert len(aval.shape) == 1
+        programs = [code.forward, *(each for backward in code.backward.values() for each in (backward.first, backward.then))]
+        assert vectors.keys() <= set(code.forward.inputs)
+        for program in programs:
+            assert {ref for ref in program.inputs if ref.role == Role.STATIC} <= set(names)
+
+
+def test_on_a_gpu_small_statics_are_made_by_one_kernel_and_sliced_by_none():
+    pytest.importorskip("jax_plugins.xla_cuda12")
+    width, biases = 512, [f"b{k}" for k in range(8)]
+    params = {"w": jax.ShapeDtypeStruct((width, width), "float32"), "v": jax.ShapeDtypeStruct((width, width), "float32")}
+    params |= {name: jax.ShapeDtypeStruct((width,), "float32") for name in biases}
+
+    def loss_fn(params, x):
+        h = x.astype("bfloat16") @ params["w"].astype("bfloat16")
+        for name in biases:
+            h = jnp.tanh(h + params[name].astype("bfloat16"))
+        return ((h @ params["v"].astype("bfloat16")).astype("float32") ** 2).mean()
+
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(1.0), num_stages=2, num_microbatches=1, cuts=["v"], devices=target("h100", 2))
+    batch = jax.ShapeDtypeStruct((64, width), "float32")
+    pipe.abstract_state(params, batch)
+    plan, low = pipe.engine.plan("update", batch, None)
+    pairs = zip(low.bound.lines, plan.instructions, strict=True)
+    texts = {line.program.name: step.call.as_text() for line, step in pairs if line.program is not None}
+    assert len(read_kernels(texts["begin_stage_0"])) <= 1 + 1 + 2  # the biases, the matrix, zeros of two sums
+    for name in ("stage_0_forward", "stage_0_backward"):
+        assert not [kernel.name for kernel in read_kernels(texts[name]) if "slice" in kernel.name]
 
 
 def test_the_first_stage_returns_no_cotangent_and_the_others_one_for_each_value_received():
