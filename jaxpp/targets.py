@@ -585,7 +585,7 @@ def target_of(device: Device) -> Target | None:
 @functools.cache
 def compiles_only(device: Device) -> bool:
     """Whether a device only compiles: it holds no array, and JAX does not list it. A device of another process is listed."""
-    if device.addressable_memories():
+    if not isinstance(device, jax.Device) or device.addressable_memories():
         return False
     try:
         return device not in jax.devices(device.platform)
