@@ -22,7 +22,7 @@ from experiments.devices import ensure_devices
 from experiments.gpu.rows import Job, Row, first_line
 from experiments.gpu.sizes import LARGE, SMALL
 
-__all__ = ["PARTS", "TURNS", "Part", "perform", "run_process", "saved_rows"]
+__all__ = ["PARTS", "PLAN", "TURNS", "Part", "perform", "run_process", "saved_rows"]
 
 _ROOT = Path(__file__).parents[2]
 _MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
@@ -56,6 +56,9 @@ PARTS: Mapping[str, Part] = {
     "trace": Part(("mlp",), 60),
 }
 """Every part by the name of its module, in the order of the table."""
+
+PLAN = Part((), 300)
+"""What takes the place of all parts with ``--plan``: a case is a model with the target that it is compiled for."""
 
 TURNS = (
     ("environment", PARTS["environment"].cases),

@@ -1,5 +1,6 @@
 """The models with their batch on the device, and a pipeline of each."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ from experiments.problems import Problem
 from experiments.remat.main import Config as Models
 from experiments.remat.problems import PROBLEMS
 from jaxpp.schedule import SCHEDULES, make
+from jaxpp.types import Device
 
 __all__ = ["OPTIMIZER", "Ready", "ready"]
 
@@ -32,12 +34,12 @@ class Ready(NamedTuple):
     key: Any
     models: Models
 
-    def pipe(self, schedule: str, remat: Any = "least") -> jaxpp.Pipeline:
+    def pipe(self, schedule: str, remat: Any = "least", devices: Sequence[Device] | None = None) -> jaxpp.Pipeline:
         """A pipeline of the model; its stages share the devices there are, a single one if need be."""
         count = self.models.microbatches
         made = make(schedule, num_ranks=self.models.stages // SCHEDULES[schedule].stages_per_rank, num_microbatches=count)
         counts: dict[str, Any] = {"num_stages": self.models.stages, "num_microbatches": count}
-        return jaxpp.Pipeline(self.problem.loss_fn, OPTIMIZER, schedule=made, remat=remat, **counts)
+        return jaxpp.Pipeline(self.problem.loss_fn, OPTIMIZER, schedule=made, remat=remat, devices=devices, **counts)
 
     def init(self, pipe: jaxpp.Pipeline) -> jaxpp.State:
         """The first state of such a pipeline."""

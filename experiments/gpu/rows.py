@@ -10,7 +10,7 @@ import numpy as np
 from experiments.gpu.sizes import Sizes
 from experiments.results import columns
 
-__all__ = ["Job", "Row", "first_line", "markdown", "spread", "text"]
+__all__ = ["Job", "Row", "first_line", "markdown", "markdown_table", "spread", "text"]
 
 HEADING = ("part", "case", "what", "measured", "aim", "note")
 
@@ -77,12 +77,22 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
     return float(low), float(middle), float(high)
 
 
-def text(rows: Sequence[Row]) -> str:
-    """The rows as a table for the screen."""
-    return "\n".join(columns([HEADING, *(row.cells for row in rows)], left=(0, 1, 2, 4, 5)))
+def _heading(said: str) -> tuple[str, ...]:
+    return tuple(said if name == "measured" else name for name in HEADING)
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The rows as a table in Markdown."""
-    lines = [HEADING, ("---",) * len(HEADING), *(row.cells for row in rows)]
+def text(rows: Sequence[Row], said: str = "measured") -> str:
+    """The rows as a table for the screen; ``said`` is what they say of each thing."""
+    return "\n".join(columns([_heading(said), *(row.cells for row in rows)], left=(0, 1, 2, 4, 5)))
+
+
+def markdown(rows: Sequence[Row], said: str = "measured") -> str:
+    """The rows as a table in Markdown; ``said`` is what they say of each thing."""
+    return markdown_table([_heading(said), *(row.cells for row in rows)])
+
+
+def markdown_table(cells: Sequence[Sequence[str]]) -> str:
+    """Cells as a table in Markdown; the first row is the heading."""
+    heading, *others = cells
+    lines = [heading, ("---",) * len(heading), *others]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

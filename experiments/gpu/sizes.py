@@ -6,7 +6,36 @@ from typing import Any
 
 from experiments.remat.main import Config as Models
 
-__all__ = ["LARGE", "SMALL", "Sizes"]
+__all__ = ["LARGE", "SMALL", "Sizes", "Zoo"]
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """The models that are only planned.
+
+    Attributes:
+        unet_width: channels at full resolution.
+        unet_levels: times the image is halved.
+        unet_size: pixels of an image's side.
+        unet_batch: images a step.
+        seq2seq_width: features of the residual streams.
+        seq2seq_depth: blocks of the encoder, and as many of the decoder.
+        seq2seq_heads: attention heads a block.
+        seq2seq_length: tokens of a sequence.
+        seq2seq_batch: pairs of sequences a step.
+        seq2seq_vocabulary: tokens there are.
+    """
+
+    unet_width: int = 64
+    unet_levels: int = 3
+    unet_size: int = 128
+    unet_batch: int = 64
+    seq2seq_width: int = 512
+    seq2seq_depth: int = 6
+    seq2seq_heads: int = 8
+    seq2seq_length: int = 128
+    seq2seq_batch: int = 256
+    seq2seq_vocabulary: int = 32000
 
 
 @dataclass(frozen=True)
@@ -17,6 +46,7 @@ class Sizes:
         models: those whose steps are timed, their stages and microbatches.
         exact: those whose gradients are compared leaf by leaf.
         tiny: an MLP whose step is nearly all host time.
+        zoo: those that only a plan has.
         bank: options of ``experiments.tasks``.
         rounds: interleaved rounds.
         steps: steps of each kind timed in a round.
@@ -27,6 +57,7 @@ class Sizes:
     models: Models
     exact: Models
     tiny: Models
+    zoo: Zoo = Zoo()
     bank: Mapping[str, Any] = field(default_factory=dict)
     rounds: int = 5
     steps: int = 3
@@ -89,6 +120,7 @@ SMALL = Sizes(
     models=_FEW,
     exact=_FEW,
     tiny=_FEW,
+    zoo=Zoo(8, 1, 8, 8, 16, 2, 2, 8, 8, 32),
     bank={"tasks": (2,), "width": 16, "depth": 2, "rank": 4, "batch": 16, "steps": 1, "rounds": 1, "timed": 2, "warm_up": 1},
     rounds=1,
     steps=1,

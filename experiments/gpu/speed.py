@@ -1,4 +1,4 @@
-"""A pipelined step over the fastest plain step, tokens a second and model FLOP/s: interleaved medians with their quartiles.
+"""A pipelined step over the fastest plain step and over its bound, tokens a second, model FLOP/s: medians with their quartiles.
 
 There are three plain steps: one loop over the microbatches that is unrolled, one that is a ``lax.scan``, and the whole batch at
 once. Each kind of step that cannot be had (it takes too long to compile, or more memory than there is) is a row that says so.
@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 import jax
 import numpy as np
 
+import jaxpp
+from experiments.gpu.bounds import find_bounds, over_bounds
+from experiments.gpu.models import count_of
 from experiments.gpu.pipelines import OPTIMIZER, Ready, ready
 from experiments.gpu.rows import Job, Row, first_line, spread
 from experiments.plain import Runner, plain_step
@@ -29,7 +32,8 @@ def rows(job: Job) -> Iterator[Row]:
     began, it = time.perf_counter(), ready(job.case, job.sizes.models, "bfloat16")
     runners: dict[str, Runner] = {}
     made: dict[str, float] = {}
-    for name, make in _makers(it).items():
+    pipes = {name: it.pipe(name) for name in SCHEDULES}
+    for name, make in _makers(it, pipes).items():
         try:
             if name == "unrolled" and (left_out := _too_long(job, it, runners, time.perf_counter() - began)):
                 yield job.row(name, "left out", note=left_out)
@@ -40,6 +44,7 @@ def rows(job: Job) -> Iterator[Row]:
         except Exception as error:  # noqa: BLE001  (out of memory, say; the others may run)
             yield job.row(name, "failed", note=first_line(error))
     times: dict[str, list[float]] = {name: [] for name in runners}
+    pipes = {name: pipe for name, pipe in pipes.items() if name in runners}
     for _ in range(job.sizes.rounds):
         for name in list(runners):
             try:
@@ -50,13 +55,14 @@ def rows(job: Job) -> Iterator[Row]:
         if time.perf_counter() - began > 0.8 * job.seconds:
             break
     yield from _report(job, it, times, made)
+    yield from over_bounds(job, jax.devices()[0].device_kind, times, find_bounds(pipes, it.batch, it.key))
 
 
-def _makers(it: Ready) -> Mapping[str, Callable[[], Runner]]:
+def _makers(it: Ready, pipes: Mapping[str, jaxpp.Pipeline]) -> Mapping[str, Callable[[], Runner]]:
     """What makes each kind of step, and runs it once."""
 
     def pipelined(name: str) -> Runner:
-        pipe = it.pipe(name)
+        pipe = pipes[name]
         return Runner(lambda state: pipe.step(state, it.batch, it.key), it.init(pipe))
 
     def plain(name: str) -> Runner:
@@ -85,11 +91,11 @@ def _report(job: Job, it: Ready, times: Mapping[str, list[float]], made: Mapping
     if not plain:
         return
     best, work = min(plain, key=medians.__getitem__), _flops(it)
-    examples = np.prod(it.batch.shape) - len(it.batch) if job.case == "gpt" else len(it.batch["y"])
+    examples, unit = count_of(job.case, it.batch)
     for name in (name for name in SCHEDULES if name in medians):
         low, ratio, high = spread([a / b for a, b in zip(times[name], times[best], strict=False)])
-        rate, unit = examples / medians[name], "tokens/s" if job.case == "gpt" else "examples/s"
-        note = f"{low:.3f} to {high:.3f}; {1e3 * medians[name]:.2f} ms; {rate:,.0f} {unit}; "
+        rate = examples / medians[name]
+        note = f"{low:.3f} to {high:.3f}; {1e3 * medians[name]:.2f} ms; {rate:,.0f} {unit}/s; "
         note += f"{work / medians[name] / 1e12:.3g} TFLOP/s; made, compiled and run once in {made[name]:.1f} s"
         what, aim = f"{name} / plain ({best})", AIMS.get((job.case, name), "")
         yield job.row(what, f"{ratio:.3f}", aim, note, seconds=times[name], ratio=ratio, flops=work, rate=rate, made=made[name])

@@ -37,7 +37,7 @@ _CALL, _RESULT, _SEND = 7e-6, 1.2e-6, 6e-6
 """Seconds of the host: for a call of a compiled program, for each result but the first, and for a copy to another device, the
 loop's share included. Measured on CPU devices with JAX 0.10.2, where nothing waits for a driver."""
 
-_PARTS = ("computing", "bubble", "cores that are shared", "transfers", "copies", "waiting for the host", "beginning and update")
+_PARTS = ("computing", "bubble", "devices that are shared", "transfers", "copies", "waiting for the host", "beginning and update")
 
 
 class HostWork(NamedTuple):
@@ -60,6 +60,7 @@ class StepBound:
         again: FLOPs of those that are run again (``remat="recompute"``).
         num_devices: how many devices there are, on all ranks.
         host: what the host has to do.
+        device_of: a number for the device, or devices, of each rank; ranks with the same number share them. Empty if none do.
     """
 
     schedule: Schedule
@@ -70,16 +71,34 @@ class StepBound:
     again: float
     num_devices: int
     host: HostWork
+    device_of: tuple[int, ...] = ()
 
     @cached_property
     def seconds(self) -> float:
         """The least time of a step, from the call until all its results are there."""
-        return step_seconds(self.schedule, self.costs, self.offload)
+        return max(self._side_by_side, *self._by_device)
 
     @cached_property
     def parts(self) -> Parts:
         """What the seconds are made of: computing, the bubble, transfers that nothing hides, waiting for the host, the rest."""
-        return parts(self.schedule, self.costs, self.offload)
+        found = parts(self.schedule, self.costs, self.offload)
+        return found._replace(sharing=found.sharing + self.seconds - self._side_by_side)
+
+    @cached_property
+    def _side_by_side(self) -> float:
+        """The step if each rank had a device of its own."""
+        return step_seconds(self.schedule, self.costs, self.offload)
+
+    @cached_property
+    def _by_device(self) -> tuple[float, ...]:
+        """How long each device computes, which does one thing after the other, from the call on."""
+        owner = self.device_of or tuple(range(self.schedule.num_ranks))
+        work = dict.fromkeys(owner, 0.0)
+        for rank, after in zip(self.schedule.stage_to_rank, self.costs.after, strict=False):
+            work[owner[rank]] += after
+        for action in self.schedule.order:
+            work[owner[self.schedule.stage_to_rank[action.stage]]] += self.costs.of(action)
+        return tuple(self.costs.before + seconds for seconds in work.values())
 
     @cached_property
     def bubble_fraction(self) -> float:
@@ -119,8 +138,8 @@ class StepBound:
         """What to know of it, in sentences."""
         unit, scale = ("s", 1.0) if self.seconds >= 1 else ("ms", 1e3)
         names = Counter(target.shown for target in self.targets)
-        per = self.num_devices // len(self.targets)
-        on = " and ".join(f"{per * count} x {name}" for name, count in names.items())
+        per = self.num_devices / len(self.targets)  # less than one where ranks share a device
+        on = " and ".join(f"{round(per * count)} x {name}" for name, count in names.items())
         shown = [(word, part) for word, part in zip(_PARTS, self.parts, strict=True) if part > 5e-4 * self.seconds]
         made = ", ".join(f"{word} {_digits(scale * part)}" for word, part in shown)
         noun = "pass" if self.schedule.forward_only else "step"
@@ -178,7 +197,9 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
     costs = _with_copies(costs_of_plan(plan, schedule.num_stages, alone, handing, _begins(alone, handing), min), lines, alone)
     host = HostWork(len(lines), sum(handing))
     devices = {device for place in placement.by_rank for device in place.devices}
-    return StepBound(schedule, targets, costs, offload, dict(products), again, len(devices), host)
+    numbers_of = {place: number for number, place in enumerate(dict.fromkeys(placement.by_rank))}
+    device_of = tuple(numbers_of[place] for place in placement.by_rank)
+    return StepBound(schedule, targets, costs, offload, dict(products), again, len(devices), host, device_of)
 
 
 def _handing(line: BoundLine) -> float:

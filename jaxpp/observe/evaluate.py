@@ -76,6 +76,10 @@ class StepCosts:
     after_dispatch: float = 0.0  # to hand over all of it
     capacity: float = math.inf  # how many ranks compute at once at full speed: fewer than all where CPU devices share cores
 
+    def of(self, action: Action) -> float:
+        """What an action takes on its device."""
+        return _seconds(self.actions, action)
+
     def recomputed(self, stages: Sequence[bool]) -> "StepCosts":
         """The same where some stages run their forward once more in each backward: in B, and in I if there is one."""
         actions = dict(self.actions)

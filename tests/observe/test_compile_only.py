@@ -118,6 +118,26 @@ def test_the_network_is_slower_than_the_link_of_a_host_and_an_older_gpu_slower_t
     assert sum(old.costs.actions[Kind.F]) > sum(near.costs.actions[Kind.F])
 
 
+def test_stages_that_share_a_gpu_take_as_long_as_all_their_work_and_the_peak_is_that_of_one_gpu():
+    large = {name: jax.ShapeDtypeStruct((1 << 16, SIZE), "float32") for name in BATCH}
+
+    def of(num_devices):
+        pipe = pipeline(num_devices=4, devices=jaxpp.target("h100", num_devices))
+        pipe.abstract_state(SHAPES, large)
+        return bound_of(pipe.engine, large, None)
+
+    one, two, four = map(of, (1, 2, 4))
+    work = sum(4 * sum(seconds) for seconds in one.costs.actions.values()) + sum(one.costs.after)
+    assert one.seconds >= work > four.seconds
+    assert sum(one.parts) == pytest.approx(one.seconds)
+    assert one.parts.sharing > 0 == four.parts.sharing
+    assert 0.999 * four.seconds < two.seconds < one.seconds  # on two GPUs fewer values are sent, so less is handed over
+    assert "ms on 1 x H100 (a bound, no prediction): " in str(one)
+    assert "devices that are shared" in str(one)
+    assert "ms on 2 x H100 (" in str(two)
+    assert four.peak_fraction < one.peak_fraction < 1
+
+
 def test_devices_of_another_source_are_planned_without_bounds():
     from jax.experimental import topologies  # noqa: PLC0415
 
