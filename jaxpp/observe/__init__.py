@@ -1,5 +1,6 @@
 """What happened, and what will: timelines, why ranks idled, what memory held and will hold, what programs run and communicate."""
 
+from jaxpp.observe.bound import StepBound
 from jaxpp.observe.collectives import Collectives, read_collectives
 from jaxpp.observe.memory.forecast import Forecast
 from jaxpp.observe.memory.ledger import Ledger
@@ -15,6 +16,7 @@ __all__ = [
     "Profile",
     "ProgramRow",
     "ProgramTable",
+    "StepBound",
     "from_trace",
     "read_collectives",
     "to_html",

@@ -14,12 +14,12 @@ from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.jaxpr import aval_of, kind_of, number_in, shapes_of
+from jaxpp.stages.jaxpr import aval_of, is_zeros, kind_of, shapes_of
 
 
 def with_one_hots(graph: Graph) -> Graph:
     """The graph with such arithmetic in place of scatters that add one element to each row of zeros."""
-    zeros = {eqn.outvars[0] for eqn in graph.eqns if kind_of(eqn) == "broadcast_in_dim" and number_in(eqn.invars[0]) == 0}
+    zeros = {eqn.outvars[0] for eqn in graph.eqns if is_zeros(eqn)}
     eqns = list(graph.eqns)
     for i, eqn in enumerate(eqns):
         axis = _picked_axis(eqn)
