@@ -120,19 +120,31 @@ class StepBound:
     @cached_property
     def simulation(self) -> Simulation:
         """The actions and transfers on the virtual clock, as ``jaxpp.schedule.simulate`` gives it for these costs, in seconds."""
+        return self._simulated(1.0)
+
+    def _simulated(self, scale: float) -> Simulation:
         costs, none = self.costs, (0.0,) * self.schedule.num_stages
         forward = costs.actions[Kind.F]
         if Kind.I in costs.actions or Kind.W in costs.actions:
             input_grad, weight_grad = (costs.actions.get(kind, none) for kind in (Kind.I, Kind.W))
         else:
             input_grad, weight_grad = costs.actions.get(Kind.B, none), none
-        moved = {"offload": self.offload, "copy": costs.offload} if any(each is not None for each in self.offload) else {}
-        times = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "transfer": costs.transfer}
-        return simulate(self.schedule, **times, **moved)
+        times = (forward, input_grad, weight_grad, costs.transfer, costs.offload)
+        forward, input_grad, weight_grad, transfer, copy = (tuple(scale * seconds for seconds in own) for own in times)
+        moves = any(each is not None for each in self.offload)
+        return simulate(
+            self.schedule,
+            forward=forward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+            transfer=transfer,
+            offload=self.offload if moves else None,
+            copy=copy if moves else 0,
+        )
 
     def figure(self, width: float | None = None) -> Figure:
-        """The step on the virtual clock with these times, as a timeline; ``width`` in inches. Needs matplotlib."""
-        return self.simulation.figure(width=width) if width else self.simulation.figure()
+        """The step on the virtual clock with these times, in milliseconds, as a timeline; ``width`` in inches. Needs matplotlib."""
+        return self._simulated(1e3).figure(width)
 
     def lines(self) -> list[str]:
         """What to know of it, in sentences."""
