@@ -44,6 +44,7 @@ def planned(tmp_path, model, num_devices):
     return saved_rows(results)
 
 
+@pytest.mark.targets
 def test_a_plan_has_a_row_for_each_bound_and_the_first_has_all_numbers(tmp_path):
     rows = planned(tmp_path, "mlp", 4)
     assert [row.what for row in rows] == WHATS
@@ -66,6 +67,7 @@ def test_a_plan_has_a_row_for_each_bound_and_the_first_has_all_numbers(tmp_path)
     assert line[-2] == said["kernels / plain"]
 
 
+@pytest.mark.targets
 def test_stages_share_a_single_gpu_as_in_a_real_run_on_it(tmp_path):
     rows = {row.what: row for row in planned(tmp_path, "mlp", 1)}
     assert (rows["bubble"].measured, rows["bubble"].note) == ("none", "the 4 ranks share devices")
@@ -73,6 +75,7 @@ def test_stages_share_a_single_gpu_as_in_a_real_run_on_it(tmp_path):
     assert rows["a step"].numbers["link_bytes"] == 0
 
 
+@pytest.mark.targets
 @pytest.mark.long
 def test_the_command_plans_in_other_processes_and_writes_the_table_and_the_json(tmp_path, capsys):
     pytest.importorskip("jax_plugins.xla_cuda12")
@@ -120,6 +123,7 @@ def command(monkeypatch, words):
     return str(caught.value)
 
 
+@pytest.mark.targets
 def test_a_target_that_is_not_known_is_refused_with_those_near_it_before_any_work(monkeypatch):
     pytest.importorskip("jax_plugins.xla_cuda12")
     message = command(monkeypatch, "--plan h100 h10")

@@ -64,7 +64,7 @@ def test_each_program_of_a_step_is_a_row_that_runs_as_often_as_the_step_runs_it(
     assert on_cpu[0] is next(iter(on_cpu))
 
 
-@pytest.mark.parametrize("programs", ["on_cpu", "on_gpu"])
+@pytest.mark.parametrize("programs", ["on_cpu", pytest.param("on_gpu", marks=pytest.mark.targets)])
 def test_a_row_has_the_sums_of_its_kernels_and_the_statistics_of_its_program(programs, request):
     for row in request.getfixturevalue(programs):
         kernels, memory = read_kernels(row.compiled.as_text()), row.compiled.memory_analysis()
@@ -79,7 +79,7 @@ def test_a_row_has_the_sums_of_its_kernels_and_the_statistics_of_its_program(pro
         assert (row.temporaries, row.aliased) == (memory.temp_size_in_bytes, memory.alias_size_in_bytes)
 
 
-@pytest.mark.parametrize("programs", ["on_cpu", "on_gpu"])
+@pytest.mark.parametrize("programs", ["on_cpu", pytest.param("on_gpu", marks=pytest.mark.targets)])
 def test_sums_of_a_step_count_each_program_as_often_as_it_runs(programs, request):
     programs = request.getfixturevalue(programs)
     assert programs.num_kernels == sum(row.runs * row.num_kernels for row in programs)
@@ -151,6 +151,7 @@ def test_swapped_arguments_are_told_by_the_name_of_the_method():
 # --- times ---
 
 
+@pytest.mark.targets
 def test_least_times_are_those_of_the_kernels_on_the_target(on_gpu):
     assert on_gpu.target is H100
     for row in on_gpu:
@@ -185,6 +186,7 @@ def test_a_mesh_has_the_programs_of_one_of_its_devices():
 # --- how it shows itself ---
 
 
+@pytest.mark.targets
 @pytest.mark.parametrize("columns", [60, 100, 200])
 def test_no_line_is_wider_than_the_terminal(columns, on_gpu, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -193,6 +195,7 @@ def test_no_line_is_wider_than_the_terminal(columns, on_gpu, monkeypatch):
     assert lines[0].split()[:3] == ["program", "stage", "runs"]
 
 
+@pytest.mark.targets
 def test_the_table_has_a_line_for_each_program_and_the_page_too(on_gpu, monkeypatch):
     monkeypatch.setenv("COLUMNS", "250")
     head, *rows = str(on_gpu).split("\n\n")[0].splitlines()
@@ -205,6 +208,7 @@ def test_the_table_has_a_line_for_each_program_and_the_page_too(on_gpu, monkeypa
     assert all(html.escape(remark) in page for remark in on_gpu.remarks())
 
 
+@pytest.mark.targets
 def test_json_has_every_number(on_gpu):
     told = json.loads(on_gpu.to_json())
     assert told["target"] == "h100" and told["remarks"] == on_gpu.remarks()
@@ -324,6 +328,7 @@ SQUARES = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in "abc"
 ROWS = jax.ShapeDtypeStruct((64, 256), jnp.float32)
 
 
+@pytest.mark.targets
 def test_a_product_that_was_not_cast_is_told_of_and_a_loss_in_float32_is_not(gpus):
     mixed, narrow = (waste(chain(inner), SQUARES, ROWS, gpus) for inner in (jnp.float32, jnp.bfloat16))
     (found,) = [sentence for sentence in mixed.waste() if "multiplies" in sentence]
@@ -331,6 +336,7 @@ def test_a_product_that_was_not_cast_is_told_of_and_a_loss_in_float32_is_not(gpu
     assert not any("multiplies" in sentence for sentence in narrow.waste())
 
 
+@pytest.mark.targets
 def test_a_weight_whose_layout_a_library_turns_for_every_microbatch_is_told_of(gpus):
     def loss(params, x):
         dims = ("NHWC", "HWIO", "NHWC")
@@ -351,6 +357,7 @@ def test_a_weight_whose_layout_a_library_turns_for_every_microbatch_is_told_of(g
     assert any(row.copied for row in small), "it is too small to be told of"
 
 
+@pytest.mark.targets
 def test_casts_once_a_step_are_no_waste(gpus):
     shapes = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in "abc"}
     programs = waste(chain(), shapes, jax.ShapeDtypeStruct((8, 1024), jnp.float32), gpus)
@@ -359,6 +366,7 @@ def test_casts_once_a_step_are_no_waste(gpus):
     assert not any("whole weights" in sentence for sentence in programs.waste())
 
 
+@pytest.mark.targets
 def test_attention_that_is_kept_for_the_backward_is_told_of_and_activations_are_not(gpus):
     def loss(params, x):
         for name in "ab":
@@ -373,6 +381,7 @@ def test_attention_that_is_kept_for_the_backward_is_told_of_and_activations_are_
     assert not any("residual" in sentence for sentence in short.waste())
 
 
+@pytest.mark.targets
 def test_launches_are_told_of_in_a_model_of_small_kernels(on_gpu):
     (found,) = [sentence for sentence in on_gpu.waste() if "launch" in sentence]
     assert "100% of its bound" in found
@@ -429,6 +438,7 @@ def test_programs_that_lie_on_one_another_share_a_name_with_their_stages():
     assert {"forward 0-3", "backward 0-3", "update 0"} <= written
 
 
+@pytest.mark.targets
 def test_no_dot_is_above_the_roof(on_gpu):
     figure = on_gpu.figure()
     assert_apart(figure)

@@ -149,6 +149,7 @@ def test_small_statics_are_one_vector_that_the_programs_of_the_stage_slice():
             assert {ref for ref in program.inputs if ref.role == Role.STATIC} <= set(names)
 
 
+@pytest.mark.targets
 def test_on_a_gpu_small_statics_are_made_by_one_kernel_and_sliced_by_none():
     pytest.importorskip("jax_plugins.xla_cuda12")
     width, biases = 512, [f"b{k}" for k in range(8)]

@@ -193,6 +193,7 @@ def large(params, x):
     return (h.astype("float32") ** 2).mean()
 
 
+@pytest.mark.targets
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_on_a_gpu_rows_are_scattered_into_the_buffer_of_their_sum_and_small_gradients_are_added_in_place(replicas):
     """Nothing of the size of the table is written, read, or copied by the backward of the stage with the embedding."""
