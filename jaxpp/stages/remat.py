@@ -142,7 +142,7 @@ class Least(RematPolicy):
         """The equations on the sink's side of the cut between what the forward has and what the backward reads."""
         network, may = Network(), settled(graph, {*forward, *free})
         after = [eqn for i, eqn in enumerate(graph.eqns) if i not in forward and i not in free]
-        operands = {var for eqn in after if is_written(eqn) for var in variables(eqn.invars)}
+        operands = {var for eqn in after if is_written(eqn) and not self.element for var in variables(eqn.invars)}
         for var in held:
             network.edge(SOURCE, var, count_bytes(aval_of(var)))
         available, producers = set(held), graph.producers()
@@ -159,7 +159,7 @@ class Least(RematPolicy):
                     network.edge(var, i)
                 if kind_of(eqn) in EXTREMES and var in producers:  # a maximum is one of the values, bit for bit
                     network.edge(i, producers[var])
-            buffer = 1 if is_written(eqn) else _BUFFER
+            buffer = 1 if self.element or is_written(eqn) else _BUFFER
             for var in eqn.outvars:
                 network.edge(i, var, math.inf if i in free else buffer * count_bytes(aval_of(var)))
             available.update(eqn.outvars)

@@ -311,7 +311,7 @@ def test_stages_by_hand_choose_too(costs):
     assert "offload" in pipe.stages.remarks[0]
     pipe.verify(state, batch)
     with pytest.raises(FitError, match=r"Fix: pass 6 stage functions\."):
-        by_hand(hbm=int(0.7 * least))[0].init(params, batch)
+        by_hand(hbm=int(0.6 * least))[0].init(params, batch)
     alone, *_ = by_hand(stages=1)
     assert "2 stage functions" in str(alone.forecast(jax.eval_shape(lambda: params[:1]), batch, hbm="190KiB"))
 
