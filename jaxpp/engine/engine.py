@@ -46,9 +46,9 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class _AtShape:
-    """What is lowered for a loss at one batch shape, by whether it is differentiated; and the plans that were made of it."""
+    """What is lowered for a loss at one batch shape, by whether it is differentiated and fused; and the plans made of it."""
 
-    steps: dict[bool, tuple[Step, Builder]] = field(default_factory=dict)
+    steps: dict[tuple[bool, bool], tuple[Step, Builder]] = field(default_factory=dict)
     plans: dict[Hashable, tuple[Plan, LoweredStep]] = field(default_factory=dict)
 
 
@@ -226,14 +226,14 @@ class Engine:
         train = purpose != "forward"
         shape = loss_fn, shapes_key(batch, key)
         kept = self._shapes.find(shape)
-        if kept is None or train not in kept.steps:
-            schedule = self.options.schedule
+        schedule, fused = self.options.schedule, train and self.options.fuse and not any(flags())
+        if kept is None or (train, fused) not in kept.steps:
             step = self.preparer.step(batch, key, loss_fn=loss_fn, train=train)
             actions = schedule.order if train else forward_actions(schedule.num_stages, len(step.sizes))
-            pairs = schedule.pairs if train and self.options.fuse and not any(flags()) else {}
+            pairs = schedule.pairs if fused else {}
             made = step, lower(step, actions, offloaded=self.options.offloaded if train else (), pairs=pairs)
-            kept = self._keep(shape, lambda kept: kept.steps.update({train: made}))
-        step, lines = kept.steps[train]
+            kept = self._keep(shape, lambda kept: kept.steps.update({(train, fused): made}))
+        step, lines = kept.steps[train, fused]
         builder, names = lines.copy(), self.placed.names
         loss = total_name(step.loss_stage, Role.LOSS) if self.options.is_loss else None
         found: Outcome[Name] = Outcome(loss, aux_names(step))

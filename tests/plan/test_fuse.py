@@ -112,7 +112,10 @@ def test_what_is_not_fused():
         found = labels(pipe.engine, "update", x)
         assert "1F0" in found
         assert not [label for label in found if " " in label]
+    pipe = pipeline(microbatches=4, fuse=True)
+    pipe.abstract_state(PARAMS, x)
     with jax.debug_nans(True):
+        assert "1F0" in labels(pipe.engine, "update", x)  # though it was lowered before
         pipe = pipeline(microbatches=4, fuse=True)
         pipe.abstract_state(PARAMS, x)
         assert "1F0" in labels(pipe.engine, "update", x)
