@@ -176,7 +176,8 @@ def test_a_run_that_loses_its_disk_is_resumed_when_the_disk_is_back(config, whol
     with at_step(4, take_away), pytest.raises(CheckpointError) as caught:
         run(config)
     assert "could not be saved (Not a directory); no step is safe there. Fix: " in str(caught.value)
-    assert capfd.readouterr().err == ""  # Orbax says what happened in hundreds of lines
+    # Orbax would say what happened in hundreds of lines; step 4 may have been on disk, but for its digests, when the disk went
+    assert capfd.readouterr().err in ("", f"lm: --checkpoint {folder}: the digests of step 4 are missing (Not a directory)\n")
     folder.unlink()
     (tmp_path / "elsewhere").rename(folder)
     assert run(config).losses == whole[False].losses
@@ -197,11 +198,12 @@ def test_a_run_that_goes_on_without_its_disk_says_so_in_the_end(config, whole, t
     with at_step(STEPS - 1, take_away), pytest.raises(SystemExit) as caught:
         lm.main()
     assert str(caught.value) == f"lm: step 6 is not saved in {folder}: step None is the newest there"
-    captured = capfd.readouterr()
-    assert captured.err.splitlines() == [
+    first, last = capfd.readouterr().err.splitlines()
+    assert first in (  # when the disk went, Orbax had ended step 4 or was still at it
         f"lm: --checkpoint {folder}: the digests of step 4 are missing (Not a directory)",
-        f"lm: --checkpoint {folder}: step 6 could not be saved (Not a directory); no step is safe there",
-    ]
+        f"lm: --checkpoint {folder}: step 4 could not be saved (Not a directory); no step is safe there",
+    )
+    assert last == f"lm: --checkpoint {folder}: step 6 could not be saved (Not a directory); no step is safe there"
     assert json.loads(line.read_text())["final_loss"] == whole[False].losses[-1]
 
 
