@@ -44,7 +44,7 @@ class Options:
     has_state: bool = False
     reduce_aux: Mapping[str, Any] = field(default_factory=dict)  # by path
     loss_scale: Scaling | None = None
-    balance: str = "flops"
+    balance: str = "cost"
     shardings: Tree = None  # of the parameters inside a stage, as the user wrote them
     shared: tuple[str, ...] = ()
     max_shapes: int = 8
@@ -179,8 +179,8 @@ def _reduction_of(reduction: object) -> object:
 
 
 def _balance_of(balance: object) -> object:
-    if balance not in ("flops", "time", "memory"):
-        rule = 'stages are balanced by "flops", counted, by "time", measured, or by "memory", estimated'
+    if balance not in ("cost", "flops", "time", "memory"):
+        rule = 'stages are balanced by "cost", estimated, by "flops", counted, by "time", measured, or by "memory", estimated'
         raise ArgumentError("balance", rule, repr(balance), 'pass balance="time" or balance="memory", or leave it out')
     return balance
 

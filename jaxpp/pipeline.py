@@ -158,7 +158,7 @@ class Pipeline(Forward):
         remat: Remat | Sequence[Remat] = "least",
         cut_gradient: Iterable[int] = (),
         has_state: bool = False,
-        balance: str = "flops",
+        balance: str = "cost",
         loss_scale: Tree = None,
         mesh: Mesh | None = None,
         data_parallel: int = 1,

@@ -217,7 +217,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     num_ranks: int | Sequence[int] | None = None,
     stages_per_rank: int | Sequence[int] = (1, 2),
     remat: str | Sequence[str] | None = None,
-    balance: str | Sequence[str] = "flops",
+    balance: str | Sequence[str] = "cost",
     num_measured: int = 3,
     keep: bool | str | os.PathLike[str] = True,
     **options: object,

@@ -1,6 +1,7 @@
 """What the first batch decides, and later ones keep: where the loss is cut, which stage owns each leaf, and how it is held."""
 
 import bisect
+import itertools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -8,6 +9,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
@@ -22,17 +24,20 @@ from jaxpp.plan.builder import Name
 from jaxpp.plan.microbatch_weights import weigh
 from jaxpp.plan.step import Leaves, Step, param_name, state_name
 from jaxpp.runtime.compile import Programs
-from jaxpp.runtime.measure import clock_of, link_times, stage_times, waiting
+from jaxpp.runtime.measure import clock_of, link_times, stage_times
 from jaxpp.runtime.place import Placement
 from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.schedule.action import Kind
+from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.clock import makespans
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven
 from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
-from jaxpp.stages.cuts.by_time import Links, balance_time
+from jaxpp.stages.cuts.by_step import Lengths, Links, Stages, balance_step, step_costs
 from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy, with_copies
+from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.layers import rows_between, slices_between
 from jaxpp.stages.loss.aux import Reducer, check_aux
@@ -122,7 +127,7 @@ def lay_out(
     """The layout at the shapes given, the shapes of the first microbatch, and the loss cut at these.
 
     The optimizer decides which gradients are wanted and which leaves may be slices. With ``balance="memory"``, the better of that
-    cut and of the cut for equal FLOPs is taken. Where a loop over layers is cut, there are more parameter leaves than were given.
+    cut and of the cut for the shortest step is taken. Where a loop over layers is cut, there are more parameter leaves than given.
     """
     check_key(key)
     if options.is_loss:
@@ -144,16 +149,16 @@ def lay_out(
     if options.cuts is not None or schedule.num_stages == 1 or like is not None:
         return layout, microbatch, first
     if options.balance == "memory":
-        plain = replace(found, options=replace(options, balance="flops")).at(layered)
+        plain = replace(found, options=replace(options, balance="cost")).at(layered)
         layout, first = min((layout, first), plain, key=lambda cut: found.fullest(*cut))
     if options.balance == "time":
         kinds = {action.kind for action in schedule.order} - {Kind.F}
         seconds = stage_times(first, kinds, options.placement.places, programs)
-        clock = clock_of([code.flops for code in first.stages], seconds)
-        turns = schedule.num_microbatches * schedule.num_stages // schedule.num_ranks
-        links = Links(*link_times(options.placement.places), waiting(schedule), turns)
-        timed = replace(found, links=links.scaled(sum(layered.flops) / max(sum(seconds), 1e-12)))
-        layout, first = timed.at(replace(layered, clock=clock))
+        ends = [0, *first.cuts, len(first.loss.spine)]
+        estimated = [sum(first.loss.costs[start:end]) for start, end in itertools.pairwise(ends)]
+        links = Links(*link_times(options.placement.places))
+        timed = replace(found, links=links.scaled(sum(estimated) / max(sum(seconds), 1e-12)))
+        layout, first = timed.at(replace(layered, clock=clock_of(estimated, seconds)))
     return layout, microbatch, first
 
 
@@ -173,7 +178,8 @@ class _Layouts:
         options, given, like = self.options, self.given, self.like
         clock, spine = loss.clock, loss.primitives
         specs = specs_of(options.shardings, given[0], options.placement.num_shards)
-        cuts = () if like else self._choose(loss, given[0], specs, self.frozen)
+        loss = self._estimated(loss)
+        cuts, step = () if like else self._choose(loss, given[0], specs, self.frozen), loss.step
         slicing = self._slicing(loss, cuts, specs)
         tracing, variables = Tracing(options, self.frozen), given
         if loss.layers or slicing.any:
@@ -181,6 +187,7 @@ class _Layouts:
             tracing = Tracing(options, frozenset(slicing.leaves(self.frozen)))
             loss = replace(tracing.trace(options.loss_fn, variables, self.microbatch, self.key), clock=clock)
         specs = tuple(spec for k, spec in enumerate(specs) for _ in slicing.leaves([k]))
+        loss = replace(loss, step=step) if loss.primitives == spine else self._estimated(loss)
         if like or loss.primitives != spine:
             cuts = self._choose(loss, variables[0], specs, tracing.frozen)
         merge = tracing.merge(loss, options.loss_fn, variables, self.microbatch, self.key)
@@ -257,7 +264,56 @@ class _Layouts:
         check_giant(loss, count)
         if self.options.balance == "memory":
             return balance_memory(loss, self._held(params, specs, frozen))
-        return balance(loss, count) if self.links is None else balance_time(loss, self.links)
+        return (
+            balance(loss, count)
+            if loss.step is None
+            else balance_step(loss, count, self.links or links_of(self.options.placement), lengths_of(self.options.schedule))
+        )
+
+    def _estimated(self, loss: TracedLoss) -> TracedLoss:
+        """The loss with what its equations take in a step, if that decides where it is cut."""
+        options = self.options
+        if options.cuts is not None or self.like is not None or options.schedule.num_stages == 1 or options.balance == "flops":
+            return loss
+        check_giant(loss, options.schedule.num_stages)  # of those some have no backward at all, as a while loop
+        kept = options.remat[0] if options.remat else RematPolicy()
+        return replace(loss, step=step_costs(loss, kept, rates_of(options.devices[0])))
+
+
+def links_of(placement: Placement) -> Links:
+    """What sends between neighbouring stages take at least, by the rates of the devices."""
+    devices = [place.devices[0] for place in placement.places]
+    rates = rates_of(devices[0])
+    near = [one.process_index == other.process_index for one, other in itertools.pairwise(devices)]
+    return Links((0.0,) * len(near), tuple(1 / (rates.peer if same else rates.network) for same in near))
+
+
+def lengths_of(schedule: Schedule) -> Lengths:
+    """The clock of a schedule for many cuts at once."""
+
+    def lengths(forward: Stages, input_grad: Stages, weight_grad: Stages, hops: np.ndarray) -> np.ndarray:
+        both = input_grad + weight_grad
+        durations = {Kind.F: forward.T, Kind.B: both.T, Kind.I: input_grad.T, Kind.W: weight_grad.T}
+        return makespans(schedule.order, schedule.stage_to_rank, durations, hops.T)
+
+    return lengths
+
+
+def speed_up(schedule: Schedule, placement: Placement, cut: CutLoss) -> float:
+    """How many times as fast as one device a step is at most, by the estimated costs of the stages; 0 if nothing costs anything."""
+    whole = any(action.kind == Kind.B for action in schedule.order)
+    kinds = "FBB" if whole else "FIW"
+    forward, input_grad, weight_grad = (np.asarray([[code.costs[kind] for code in cut.stages]]) for kind in kinds)
+    if whole:
+        input_grad = np.zeros_like(weight_grad)
+    links = links_of(placement)
+    moved = [cut.loss.boundary_bytes[at] for at in cut.cuts]
+    hops = np.asarray([[num_bytes * each for num_bytes, each in zip(moved, links.per_byte, strict=True)]])
+    work = schedule.num_microbatches * (forward + input_grad + weight_grad)[0]
+    devices = [place.devices for place in placement.places]
+    shared = {each: sum(seconds for seconds, other in zip(work, devices, strict=True) if other == each) for each in set(devices)}
+    longest = max(float(lengths_of(schedule)(forward, input_grad, weight_grad, hops)[0]), *shared.values())
+    return float(work.sum()) / longest if longest else 0.0
 
 
 def _split_of(options: Options, batch: Batch, *, train: bool) -> Split:

@@ -11,6 +11,7 @@ from jaxpp.errors import ArgumentError, shown
 from jaxpp.options import Options
 from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.cuts.cut_loss import CutLoss, cut
+from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.graph import ancestors
 from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.stages.loss.aux import Reducer, reducers_of
@@ -140,7 +141,7 @@ class Tracing:
         options = self.options
         scaled_by = None if options.loss_scale is None else options.loss_scale.scale
         given: dict[str, Any] = {"remat": options.remat, "cut_gradient": options.cut_gradient, "scaled_by": scaled_by}
-        given |= {"pack": options.placement.num_shards == 1, "train": options.is_loss}
+        given |= {"pack": options.placement.num_shards == 1, "train": options.is_loss, "rates": rates_of(options.devices[0])}
         return cut(loss, cuts, owner, reducers=reducers, **(given | known))
 
     def merge(self, loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None) -> "Merge":

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxpp.engine.compared import opening_texts
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.init_arguments import InitArguments, are_swapped, first_leaves, read_given, swapped, variables_of
+from jaxpp.engine.layout import speed_up
 from jaxpp.engine.outcome import Purpose
 from jaxpp.engine.state import State, States, states_of
 from jaxpp.engine.tracing import Tracing, check_key, same_shapes
@@ -113,7 +114,7 @@ class Forward:
         cuts: Sequence[str] | None = None,
         devices: Sequence[Device] | None = None,
         reduce_aux: ReduceAux = None,
-        balance: str = "flops",
+        balance: str = "cost",
         mesh: Mesh | None = None,
         data_parallel: int = 1,
         shardings: Tree = None,
@@ -564,7 +565,8 @@ class Forward:
         cut = engine.preparer.step(batch, key, train=options.is_loss).cuts[0]
         functions = self._by_hand(engine)
         offloading = {pair.forward.stage for pair in engine.options.offloaded}
-        stages = Stages(tabulate(cut, engine.owner, places, functions, offloading), remarks)
+        rows = tabulate(cut, engine.owner, places, functions, offloading)
+        stages = Stages(rows, remarks, options.schedule.name, speed_up(options.schedule, engine.placement, cut))
         return self._equip(engine, stages, variables, batch, key)
 
     def _cut(self, variables: tuple[Tree, ...], batch: Batch, key: Key | None, known: Engine | None) -> Engine:

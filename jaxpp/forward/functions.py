@@ -41,7 +41,7 @@ _NOT_OF_A_FUNCTION: dict[str, Tree] = {  # options of a loss, as a function that
     "offload": (),
     "cut_gradient": frozenset(),
     "loss_scale": None,
-    "balance": "flops",
+    "balance": "cost",
 }
 
 _T = TypeVar("_T")

@@ -24,8 +24,6 @@ from jaxpp.runtime.processes.texts import listing
 from jaxpp.runtime.roofline import copy_seconds, program_roofline, send_seconds
 from jaxpp.runtime.send import Send, memory_copies
 from jaxpp.schedule.action import Kind
-from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import UNIT, Timing, makespan, replay
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.loss.traced_loss import key_implementation
@@ -157,25 +155,6 @@ def _of_all(mine: np.ndarray, devices: Sequence[Device]) -> np.ndarray:
     return rows_of_all(mine).sum(axis=0) if len(processes_of(devices)) > 1 else mine
 
 
-def waiting(schedule: Schedule) -> float:
-    """Which part of a send across its boundaries a stage waits for at every microbatch, on the clock with equal stages.
-
-    1F1B waits for most of it, because a rank has no other microbatch to work on; GPipe for nothing.
-
-    Example:
-        >>> from jaxpp.schedule.registry import make
-        >>> [round(waiting(make(name, num_ranks=4, num_microbatches=16)), 1) for name in ("gpipe", "1f1b")]
-        [0.0, 0.7]
-    """
-    durations = {action: UNIT[action.kind] for row in schedule.rows for action in row}
-    hop, last = 2.0**-10, schedule.num_stages - 1  # a power of two, so that sums of it are exact
-    owner = schedule.stage_to_rank
-    hops = [hop * (a != b) for a, b in itertools.pairwise(owner)]
-    ends = [makespan(replay(schedule.rows, owner, Timing(durations, times))) for times in ((), hops)]
-    turns = schedule.num_microbatches * schedule.num_stages // schedule.num_ranks
-    return float(min(1.0, max(0.0, ((ends[1] - ends[0]) / hop - 2 * last) / (2 * turns))))
-
-
 def _zeros(aval: Aval) -> jax.Array:
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, aval)
@@ -183,7 +162,7 @@ def _zeros(aval: Aval) -> jax.Array:
     return jnp.zeros(aval.shape, aval.dtype)
 
 
-def clock_of(flops: Sequence[float], seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:
-    """Time over work: after which part of the FLOPs which part of the time has passed."""
-    work, passed = (itertools.accumulate(values, initial=0.0) for values in (flops, seconds))
-    return tuple((done / max(sum(flops), 1.0), at / sum(seconds)) for done, at in zip(work, passed, strict=True))
+def clock_of(costs: Sequence[float], seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """Time over cost: after which part of the costs which part of the time has passed."""
+    work, passed = (itertools.accumulate(values, initial=0.0) for values in (costs, seconds))
+    return tuple((done / (sum(costs) or 1.0), at / sum(seconds)) for done, at in zip(work, passed, strict=True))

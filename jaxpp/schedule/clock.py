@@ -6,10 +6,11 @@ in host memory are copied there and back beside the computation (``offload.py``)
 may share cores, as forced CPU devices do: four of them on two cores compute side by side at half speed.
 """
 
+import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.offload import Offloaded
@@ -200,6 +201,31 @@ def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timi
                 clock = links.end(action, clock)
         clocks[rank] = clock
     return Times(tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(links.done.values()) if links else ())
+
+
+def makespans(order: ActionRow, stage_to_rank: Sequence[int], durations: Mapping[Kind, Any], hops: Any) -> Any:
+    """The makespans of a schedule under many costs at once, as arrays of NumPy: ``durations[kind][stage]``, ``hops[boundary]``.
+
+    ``order`` is one in which the actions can run, with those of a rank in the order of its row. The same numbers as ``replay``.
+    """
+    import numpy as np  # noqa: PLC0415  (the room is there without it)
+
+    wiring = _wiring([order], len(stage_to_rank), None)
+    awaited = {beside for _, beside, *_ in map(wiring, order)}
+    free: dict[int, Any] = dict.fromkeys(stage_to_rank, 0.0)
+    done: dict[int, Any] = {}
+    for action in order:
+        _, beside, result, arrives, _ = wiring(action)
+        rank = stage_to_rank[action.stage]
+        start = free[rank]
+        if beside >= 0:
+            neighbour = action.stage + (1 if action.kind in (Kind.B, Kind.I) else -1)
+            sent = stage_to_rank[neighbour] != rank
+            start = np.maximum(start, done[beside] + hops[arrives] if sent else done[beside])
+        free[rank] = end = start + durations[action.kind][action.stage]
+        if result in awaited:
+            done[result] = end
+    return functools.reduce(np.maximum, free.values())
 
 
 _Wiring = Callable[[Action], tuple[int, int, int, int, int]]

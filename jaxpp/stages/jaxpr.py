@@ -241,6 +241,12 @@ def terms(eqn: JaxprEqn) -> int | None:
     return None
 
 
+def is_precise(eqn: JaxprEqn) -> bool:
+    """Whether a product of float32 arrays is to be computed in all their digits (``precision="highest"``)."""
+    asked = eqn.params.get("precision")
+    return jax.lax.Precision.HIGHEST in (asked if isinstance(asked, tuple) else (asked,))
+
+
 def calls_host(eqns: Iterable[JaxprEqn]) -> bool:
     """Whether any of the equations, or any equation inside them (in a loop's body), calls a Python function on the host."""
     return any(kind_of(eqn) in _ON_HOST or any(calls_host(inner.eqns) for inner in inner_jaxprs(eqn)) for eqn in eqns)

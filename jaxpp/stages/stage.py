@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jaxpp.stages.cost import count_bytes, count_flops
+from jaxpp.stages.estimate import CPU_RATES, Rates, seconds_of
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.graph import Graph, Piece, descendants, partition, trace
 from jaxpp.stages.jaxpr import CHEAP, LAYOUT, Atom, aval_of, calls_host, kind_of, shapes_of, variables
@@ -29,12 +30,12 @@ from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.summands import Summands, summands_of
 from jaxpp.types import Aval, Tree
 
-BACKWARD = "backward"  # The colour of the equations of B
+FORWARD, BACKWARD = "forward", "backward"  # The colours of the equations of F and B
 _T = TypeVar("_T")
 _Run = Callable[..., list[jax.Array]]
 _Added = Mapping[int, Summands]  # The number of each result that is added to what was there before, and what adds up to it
 _Results = tuple[Sequence[Ref], _Added]
-_STATICS, _FORWARD, _INPUT, _WEIGHT, _FUSED = "statics", "forward", "input", "weight", "fused"
+_STATICS, _INPUT, _WEIGHT, _FUSED = "statics", "input", "weight", "fused"
 _OF_STEP = {Role.PARAM, Role.CONSTANT, Role.STATIC, Role.KEY}
 _OF_MICROBATCH = (Role.BATCH, Role.KEY, Role.STATE, Role.ACTIVATION, Role.COTANGENT)
 _NAMES = {"B": "backward", "I": "input_grad", "W": "weight_grad"}
@@ -56,6 +57,8 @@ class StageCode:
     constants: tuple[jax.Array, ...]  # arrays the loss closed over that this stage reads
     params: tuple[int, ...]  # the parameter leaves this stage reads
     flops: float  # of one forward
+    backward_flops: float  # of one backward, with what it computes again
+    costs: Mapping[str, float]  # seconds that one F, B, I or W takes, estimated
     modules: tuple[str, ...]
     calls_host: bool  # whether any of its programs calls a Python function on the host
 
@@ -96,6 +99,7 @@ class StageBuilder:
     train: bool = True  # whether there are backwards
     scaled_by: int | None = None  # the number of the loss scale's leaf that the backward starts from, if it does not start from 1
     pack_below: int = 0  # bytes up to which values are packed
+    rates: Rates = CPU_RATES  # of the devices, by which costs are estimated
 
     def build(self, stage: int, piece: Piece, remat: RematPolicy) -> StageCode:
         """The programs of the stage that runs ``piece``; ``remat`` says what its forward keeps."""
@@ -119,6 +123,8 @@ class StageBuilder:
             constants=(*(constants[v] for v in piece.inputs if v in constants), *programs.traced.graph.constants.values()),
             params=tuple(sorted(ref.index for ref in programs.traced.inputs if ref.role == Role.PARAM)),
             flops=sum(cost for cost, i in zip(loss.flops, loss.spine, strict=True) if i in mine),
+            backward_flops=programs.backward_flops if self.train else 0.0,
+            costs=programs.costs(self.rates),
             modules=tuple(dict.fromkeys(name for i, name in zip(loss.spine, loss.modules, strict=True) if name and i in mine)),
             calls_host=calls_host(programs.traced.graph.eqns),
         )
@@ -213,7 +219,7 @@ class StagePrograms:
         self.refs |= {var: Ref(Role.CONSTANT, num_constants + k) for k, var in enumerate(graph.constants)}
         split = len(traced.results)
         self._forward_atoms, self._backward_atoms = graph.outputs[:split], graph.outputs[split:]
-        homes = dict.fromkeys(variables(self._backward_atoms), BACKWARD) | dict.fromkeys(variables(self._forward_atoms), _FORWARD)
+        homes = dict.fromkeys(variables(self._backward_atoms), BACKWARD) | dict.fromkeys(variables(self._forward_atoms), FORWARD)
         self._before = before = self._colors()
         self.lasting = {var for var, ref in self.refs.items() if ref.shared or ref.role in _OF_STEP}
         self.lasting.update(*(eqn.outvars for eqn, color in zip(graph.eqns, before, strict=True) if color == _STATICS))
@@ -242,7 +248,7 @@ class StagePrograms:
         self._small_kept = packs_of(names, shapes_of(self._kept), Ref(Role.RESIDUAL, peer=0), below)
 
     def _again(self, colors: Sequence[str | None], remat: RematPolicy) -> set[int]:
-        graph, forward = self.traced.graph, {i for i, color in enumerate(colors) if color == _FORWARD}
+        graph, forward = self.traced.graph, {i for i, color in enumerate(colors) if color == FORWARD}
         reads = [var for eqn, color in zip(graph.eqns, colors, strict=True) if color == BACKWARD for var in variables(eqn.invars)]
         held = set(graph.inputs) - self.lasting
         return remat.again(graph, forward, self.free, held, [*reads, *variables(self._backward_atoms)])
@@ -271,7 +277,7 @@ class StagePrograms:
             if not outs.isdisjoint(backward) or (eqn.effects and not backward.isdisjoint(variables(eqn.invars))):
                 colors.append(BACKWARD)  # a host callback may have no results
             elif not outs.isdisjoint(data) or eqn.effects:
-                colors.append(None if outs <= cheap and not eqn.effects else _FORWARD)
+                colors.append(None if outs <= cheap and not eqn.effects else FORWARD)
             else:
                 union = frozenset().union(*(sources.get(var, frozenset()) for var in variables(eqn.invars)))
                 sources.update((var, union) for var in outs)
@@ -322,7 +328,7 @@ class StagePrograms:
 
     def forward(self, packs: Sequence[Pack]) -> Program:
         """Runs one microbatch's forward, and returns its small residuals in ``packs``."""
-        piece = self._piece(_FORWARD)
+        piece = self._piece(FORWARD)
         outputs, added = self._results()
         run = self.traced.graph.function(piece.eqns, piece.inputs, _reads([*self._forward_atoms, *self.residuals], added))
         outputs += [self.refs[var] for var in self.residuals]
@@ -350,6 +356,20 @@ class StagePrograms:
         first, then = (replace(packed(program, reads, writes), lean=lean) for program in programs)
         return Backward(self._called(f"{_NAMES[kind]}_first", first, packs), self._called(_NAMES[kind], then, packs))
 
+    @property
+    def backward_flops(self) -> float:
+        """FLOPs of B."""
+        return sum(count_flops(self.traced.graph.eqns[i]) for i in self._piece(BACKWARD).eqns)
+
+    def costs(self, rates: Rates) -> dict[str, float]:
+        """Seconds that F, B, I and W take, by kind."""
+        eqns, outputs = self.traced.graph.eqns, self.traced.graph.outputs
+        pieces = {"F": self._piece(FORWARD), "B": self._piece(BACKWARD), "I": self._piece(_INPUT), "W": self._piece(_WEIGHT)}
+        return {
+            kind: sum(seconds_of([eqns[i] for i in piece.eqns], [*piece.outputs, *outputs], rates))
+            for kind, piece in pieces.items()
+        }
+
     def _called(self, name: str, program: Program, packs: Sequence[Pack] = ()) -> Program:
         does = self._does and (self._does, name, tuple(packs))
         program = packed(program, self._small_statics)
@@ -360,14 +380,14 @@ class StagePrograms:
         traced, graph = self.traced, self.traced.graph
         if not traced.seeds or any(ref.role == Role.COTANGENT and ref.peer >= 0 for ref in traced.inputs):
             return None
-        colors = [_FUSED if color in (_FORWARD, BACKWARD) else color for color in self._before]
+        colors = [_FUSED if color in (FORWARD, BACKWARD) else color for color in self._before]
         homes = dict.fromkeys(variables([*self._forward_atoms, *self._backward_atoms]), _FUSED)
         piece = partition(graph, colors, homes).get(_FUSED, Piece())
         chosen = range(len(traced.returned))
         results = self._results()
         first, then = (self._backward(piece, chosen, (), packs, first=first, results=results) for first in (True, False))
         costs = [(color, count_flops(eqn)) for color, eqn in zip(self._before, graph.eqns, strict=True)]
-        forward, whole = (sum(cost for color, cost in costs if color in which) for which in ([_FORWARD], [_FORWARD, BACKWARD]))
+        forward, whole = (sum(cost for color, cost in costs if color in which) for which in ([FORWARD], [FORWARD, BACKWARD]))
         programs = self._called("forward_backward_first", first, packs), self._called("forward_backward", then, packs)
         return Fused(*programs, forward / max(whole, 1.0))
 

@@ -1,5 +1,6 @@
 """The stage table, ``print(pipe.stages)``: what each stage is, where it lives, what it costs, what crosses to the next.
 
+*F* and *B* are the FLOPs of forward and backward, *share* is the part of the step's time, as it is estimated (``estimate.py``);
 *kept* are the bytes that one microbatch holds from forward to backward, out of those that it would hold if nothing were computed
 again; *offloaded*: those of some microbatches wait in host memory. Each row is a ``Stage``, which can also be run by hand.
 """
@@ -51,6 +52,8 @@ class Stage:
     num_params: int  # parameters it owns
     num_bytes: int  # their bytes
     flops: float  # of the forward of one microbatch
+    backward_flops: float  # of its backward, with what that computes again
+    seconds: float  # that forward and backward of one microbatch take at least, estimated
     kept: int  # bytes that a microbatch holds from the stage's forward to its backward
     keepable: int  # what they would be with ``remat="keep"``
     sends: tuple[str, ...]  # shape of each value it sends, and to which stage; of a last stage without a loss, the outputs
@@ -88,8 +91,9 @@ class Stage:
 class Stages(Sequence[Stage]):
     """The stages of a pipeline, in order; prints as a table, with ``remarks`` on what was chosen below."""
 
-    def __init__(self, stages: Sequence[Stage], remarks: Sequence[str] = ()):
+    def __init__(self, stages: Sequence[Stage], remarks: Sequence[str] = (), schedule: str = "", speed_up: float = 0.0):
         self._stages, self.remarks = tuple(stages), tuple(remarks)
+        self._schedule, self.speed_up = schedule, speed_up  # how many times as fast as one device a step is at most
 
     def __getitem__(self, index: Any) -> Any:
         return self._stages[index]
@@ -98,29 +102,29 @@ class Stages(Sequence[Stage]):
         return len(self._stages)
 
     def _cells(self) -> list[list[str]]:
-        total, keeps = sum(stage.flops for stage in self) or 1.0, any(stage.trains for stage in self)
-        rows = [["stage", "device", "modules", "params", "bytes", "FLOPs", "share", *["kept"] * keeps, "sends"]]
+        total, keeps = sum(stage.seconds for stage in self) or 1.0, any(stage.trains for stage in self)
+        rows = [["stage", "device", "modules", "params", "bytes", "F", *["B"] * keeps, "share", *["kept"] * keeps, "sends"]]
         for stage in self:
             tied = f" (+{len(stage.borrowed)} tied)" if stage.borrowed else ""
             sends = ", ".join(f"{n} x {what}" if n > 1 else what for what, n in Counter(stage.sends).items()) or "loss"
             everything = f" of {bytes_in_words(stage.keepable)}" if stage.kept < stage.keepable else ""
             kept = f"{bytes_in_words(stage.kept)}{everything}{', offloaded' * stage.offloads}"
             row = [str(stage.index), device_name(stage.device), stage.modules, f"{stage.num_params:,}{tied}"]
-            row += [bytes_in_words(stage.num_bytes), _units(stage.flops, 1000, ("", "k", "M", "G", "T", "P"))]
-            rows.append([*row, f"{stage.flops / total:.1%}", *[kept] * keeps, sends])
+            row += [bytes_in_words(stage.num_bytes), flops_in_words(stage.flops), *[flops_in_words(stage.backward_flops)] * keeps]
+            rows.append([*row, f"{stage.seconds / total:.1%}", *[kept] * keeps, sends])
         return rows
 
     def _summary(self) -> str:
-        """All parameters, and the speed-up that the device (or the rank of several devices) with the most work allows."""
-        total = sum(stage.flops for stage in self) or 1.0
+        """All parameters, the device (or the rank of several devices) with the most work, and the speed-up that the step allows."""
+        total = sum(stage.seconds for stage in self) or 1.0
         shares: dict[str, float] = {}
         for stage in self:
             name = device_name(stage.device)
-            shares[name] = shares.get(name, 0.0) + stage.flops / total
+            shares[name] = shares.get(name, 0.0) + stage.seconds / total
         device, share = max(shares.items(), key=lambda item: item[1])
         one = "one device" if device in {device_name(stage.home) for stage in self} else "one rank"
-        speed = f"at most {1 / share:.3g} times as fast as {one}" if share else "no work is counted"
-        return f"{sum(stage.num_params for stage in self):,} parameters; largest share {share:.1%}, on {device}: {speed}"
+        speed = f"{self._schedule} is at most {self.speed_up:.3g} times as fast as {one}" if share else "no work is counted"
+        return f"{sum(stage.num_params for stage in self):,} parameters; largest share {share:.1%}, on {device}; {speed}"
 
     def __str__(self) -> str:
         lines = [*table_lines(self._cells(), left=True), *fold_lines([self._summary(), *self.remarks])]
@@ -181,6 +185,8 @@ def tabulate(
                 num_params=sum(aval.size for aval in avals),
                 num_bytes=sum(count_bytes(aval) for aval in avals),
                 flops=code.flops,
+                backward_flops=code.backward_flops,
+                seconds=code.costs["F"] + (code.costs["B"] if cut.loss.is_loss else 0.0),
                 kept=code.kept,
                 keepable=code.keepable,
                 sends=tuple(sends),

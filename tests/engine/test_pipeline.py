@@ -290,12 +290,14 @@ def test_the_stage_table_shows_where_everything_is(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     _, pipe, _ = trained(gpt_case)
     lines = str(pipe.stages).splitlines()
-    assert lines[0].split() == ["stage", "device", "modules", "params", "bytes", "FLOPs", "share", "kept", "sends"]
+    assert lines[0].split() == ["stage", "device", "modules", "params", "bytes", "F", "B", "share", "kept", "sends"]
     assert len(lines) == 5
     assert "(+1 tied)" in lines[3]
-    share = max(stage.flops for stage in pipe.stages) / sum(stage.flops for stage in pipe.stages)
-    speed = f"at most {1 / share:.3g} times as fast as one device"
-    assert lines[4] == f"7,232 parameters; largest share {share:.1%}, on cpu:2: {speed}"
+    share = pipe.stages[0].seconds / sum(stage.seconds for stage in pipe.stages)
+    speed = f"1f1b is at most {pipe.stages.speed_up:.3g} times as fast as one device"
+    assert lines[4] == f"7,232 parameters; largest share {share:.1%}, on cpu:0; {speed}"
+    assert 1 < pipe.stages.speed_up < 1 / share, "the pipeline fills and drains"
+    assert all(1.5 < stage.backward_flops / stage.flops < 2.5 for stage in pipe.stages)
     assert "f32[6,8,16] to 1" in lines[1]
     monkeypatch.setenv("COLUMNS", "60")
     folded = str(pipe.stages).splitlines()

@@ -118,7 +118,7 @@ def test_rows_are_found_however_they_are_read(x64):
                 x = jnp.tanh(x + read[name][row])
         return (x**2).mean()
 
-    pipe = pipeline(loss, optax.sgd(0.1), stages=2)
+    pipe = pipeline(loss, optax.sgd(0.1), stages=2, balance="flops")
     state = pipe.init({name: params(4)["b"] + k / 9 for k, name in enumerate(READS)}, BATCH)
     for stage, rows in zip(pipe.stages, ("0:2", "2:4"), strict=True):
         assert set(stage.params) == {f"{name}/{rows}" for name in READS}

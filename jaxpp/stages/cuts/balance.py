@@ -10,10 +10,11 @@ import bisect
 import difflib
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from jaxpp.errors import CutError
 from jaxpp.stages.cost import count_bytes
@@ -42,27 +43,7 @@ def balance(loss: TracedLoss, num_stages: int) -> Cuts:
 
 def balance_within(loss: TracedLoss, first: Int[np.ndarray, "stages ends"]) -> Cuts:
     """Cut for stages that all have something to do, then for the fewest bytes; a stage begins at ``first[stage, end]`` or later."""
-    return _cheapest(loss, first, np.zeros(first.shape), _faults(loss, len(first)))
-
-
-def balance_for_sends(loss: TracedLoss, hops: Float[np.ndarray, "stages ends"], share: float, most: float) -> Cuts | None:
-    """Cut for stages that all have something to do, then for the cheapest sends; None if no cut has stages as small as ``most``.
-
-    ``hops[stage, end]`` is what the send costs after a stage that ends there; ``share`` of it counts as a stage's own cost.
-    """
-    num_stages, total = len(hops), prefix_sums(loss)
-    price = hops * (max(loss.boundary_bytes) / max(hops.max(), 1e-300))
-    before, faults = np.concatenate([np.zeros((1, hops.shape[1])), hops[:-1]]), _faults(loss, num_stages)
-
-    def charges(stage: int, starts: slice, end: int) -> np.ndarray:
-        cost = total[end] - total[starts] + share * (before[stage, starts] + hops[stage, end])
-        return np.where(cost <= most, faults(stage, starts, end), np.inf)
-
-    first = np.tile(np.searchsorted(total, total - most * (1 + 1e-12)), (num_stages, 1))
-    try:
-        return _cheapest(loss, first, np.zeros(hops.shape), charges, price)
-    except CutError:
-        return None
+    return _cheapest(loss, first, np.zeros(first.shape), _charged(loss, len(first)))
 
 
 def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
@@ -96,23 +77,27 @@ def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
     return high
 
 
-def _faults(loss: TracedLoss, num_stages: int) -> _Charges:
-    """Charges stages from some starts to an end that have no real work (by how many hundreds too little), product, or parameter."""
+def faults(loss: TracedLoss, num_stages: int) -> Callable[[np.ndarray, Any], np.ndarray]:
+    """Counts what stages from some starts to some ends lack: real work (by how many hundreds too little), products, parameters."""
     total = prefix_sums(loss)
-    floor = REAL_WORK * float(total[-1]) / num_stages
-    price = 4.0 * num_stages * (max(loss.boundary_bytes, default=0) + 1.0)  # bytes: more than all that could cross
+    floor, least = REAL_WORK * float(total[-1]) / num_stages, 1e-15 * float(total[-1])
     reading = [k for k, uses in enumerate(loss.param_uses) if uses]
     products = [k for k, i in enumerate(loss.spine) if multiplies(loss.graph.eqns[i])]
     ends = np.arange(len(total))
     last = [np.asarray([-1, *at])[np.searchsorted(np.asarray(at, int), ends)] for at in (reading, products)]
 
-    def charges(_: int, starts: slice, end: int) -> np.ndarray:
-        work = np.maximum(total[end] - total[starts], 1e-9)
+    def lacking(starts: np.ndarray, ends: Any) -> np.ndarray:
+        work = np.maximum(total[ends] - total[starts], least)
         idle = np.ceil(np.log(np.maximum(floor / work, 1.0)) / np.log(100.0))
-        first = np.arange(starts.start, starts.stop)
-        return price * (idle + sum(first > before[end] for before in last))
+        return idle + (starts > last[0][ends]) + (starts > last[1][ends])
 
-    return charges
+    return lacking
+
+
+def _charged(loss: TracedLoss, num_stages: int) -> _Charges:
+    """Charges stages for what they lack more than for all bytes that could cross."""
+    price, lacking = 4.0 * num_stages * (max(loss.boundary_bytes, default=0) + 1.0), faults(loss, num_stages)
+    return lambda _, starts, end: price * lacking(np.arange(starts.start, starts.stop), end)
 
 
 def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: Sequence[int] = (), *, train: bool = True) -> Cuts:
@@ -145,7 +130,7 @@ def owners(loss: TracedLoss, cuts: Cuts) -> tuple[int, ...]:
 
 def prefix_sums(loss: TracedLoss) -> np.ndarray:
     """The cost before each spine position; every equation costs a little, so that no two positions are the same."""
-    return np.concatenate([[0.0], np.cumsum(np.asarray(loss.costs) + 1e-9)])
+    return np.concatenate([[0.0], np.cumsum(np.asarray(loss.costs) + 1e-12 * (sum(loss.costs) or 1.0))])
 
 
 def _check_size(loss: TracedLoss, num_stages: int) -> None:
@@ -165,21 +150,18 @@ def _divided(loss: TracedLoss, num_stages: int) -> CutError:
     return CutError(f"num_stages={num_stages}", STATE_RULE, got, "update the state where it is read, or pass fewer stages")
 
 
-def _cheapest(
-    loss: TracedLoss, first: np.ndarray, misplaced: np.ndarray, charges: _Charges | None = None, price: np.ndarray | None = None
-) -> Cuts:
+def _cheapest(loss: TracedLoss, first: np.ndarray, misplaced: np.ndarray, charges: _Charges | None = None) -> Cuts:
     """The cuts with the fewest bytes, across boundaries and of parameters away from home; then the neatest, then the most even.
 
     A stage that ends at e starts at ``first[stage, e]`` or later; ``misplaced[stage, e]`` bytes move if positions 0 to e are on it;
-    ``price[stage, e]`` replaces the bytes that cross there; ``charges`` are infinite where a stage may not be so.
+    ``charges`` says what else a stage costs.
     """
     num_stages, size = len(first), len(loss.spine)
-    price = np.tile(np.asarray(loss.boundary_bytes, dtype=float), (num_stages, 1)) if price is None else price
-    price = price + 1e-3 * np.asarray(_untidiness(loss))
-    price[:, list(loss.barred)] = np.inf
-    price[:, size] = 0.0
+    price = np.asarray(loss.boundary_bytes, dtype=float) + 1e-3 * np.asarray(_untidiness(loss))
+    price[list(loss.barred)] = np.inf
+    price[size] = 0.0
     total = np.concatenate([[0.0], np.cumsum(loss.costs)])
-    evenness = 1e-4 * (num_stages / max(total[-1], 1.0)) ** 2
+    evenness = 1e-4 * (num_stages / (total[-1] or 1.0)) ** 2
     best = np.full(size + 1, np.inf)
     best[0] = 0.0
     came: list[np.ndarray] = []
@@ -189,14 +171,14 @@ def _cheapest(
         last = stage == num_stages - 1
         for end in [size] if last else range(stage + 1, size - (num_stages - stage - 1) + 1):
             low = max(int(first[stage, end]), stage)
-            if low >= end or not np.isfinite(price[stage, end]):
+            if low >= end or not np.isfinite(price[end]):
                 continue
             starts = slice(low, end)
             scores = best[starts] + evenness * (total[end] - total[starts]) ** 2 + misplaced[stage, end] - misplaced[stage, starts]
             if charges is not None:
                 scores = scores + charges(stage, starts, end)
             choice = int(np.argmin(scores))
-            following[end] = scores[choice] + price[stage, end]
+            following[end] = scores[choice] + price[end]
             origin[end] = low + choice
         best = following
         came.append(origin)
@@ -363,7 +345,7 @@ def _remedy(loss: TracedLoss, inside: range, eqn: JaxprEqn, num_stages: int) -> 
 
 
 def _share(loss: TracedLoss, position: int) -> float:
-    return loss.costs[position] / max(sum(loss.costs), 1.0)
+    return loss.costs[position] / (sum(loss.costs) or 1.0)
 
 
 def _too_large(loss: TracedLoss, position: int, num_stages: int) -> bool:

@@ -6,13 +6,10 @@ are moved one at a time. What a stage would keep is estimated from one trace of 
 position into the pullback, which tells at which positions the backward reads each value. Stages that run one hold it.
 """
 
-import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jax.extend.core import Var
 from jaxtyping import Float
@@ -20,15 +17,14 @@ from jaxtyping import Float
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import Cuts, balance, balance_within
 from jaxpp.stages.cuts.cut_loss import uncut
-from jaxpp.stages.graph import Graph, Piece
-from jaxpp.stages.jaxpr import Atom, aval_of, function_of, variables
+from jaxpp.stages.graph import Piece
+from jaxpp.stages.jaxpr import Atom, aval_of, variables
 from jaxpp.stages.layers import Read
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.program import Role
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stage import BACKWARD, StageCode
 
-_POSITION = re.compile(r"jaxpp_spine_(\d+)")
 MEMORY_SLACK = 0.02  # How much more than the least possible the fullest device may hold, for fewer bytes across boundaries
 _MOST_PLACES = 512  # How many positions are looked at; of a longer spine only some, those at which the fewest bytes cross
 _BEGINNINGS = 32  # From how many cuts the search begins where stages share devices
@@ -176,12 +172,8 @@ class _Stretches:
 
 def kept_uses(loss: TracedLoss, kept: RematPolicy) -> list[Use]:
     """The values but batch leaves that a microbatch keeps from forward to backward, and where the backward reads them."""
-    on_spine = {i: k for k, i in enumerate(loss.spine)}
-    numbers = tuple(on_spine.get(i, -1) for i in range(len(loss.graph.eqns)))
-    parts = {field.name: getattr(loss.graph, field.name) for field in fields(Graph)}
-    programs = uncut(replace(loss, graph=_Numbered(**parts, positions=numbers)), kept)
+    programs, where = uncut(loss, kept)
     traced = programs.traced.graph
-    where = [_POSITION.findall(name) for name in traced.names]
     piece = programs.pieces.get(BACKWARD, Piece())
     passing = {var for var, ref in programs.refs.items() if ref.role in (Role.COTANGENT, Role.BATCH)} | programs.lasting
     held = [var for var in piece.inputs if var not in passing]
@@ -191,13 +183,13 @@ def kept_uses(loss: TracedLoss, kept: RematPolicy) -> list[Use]:
         eqn = traced.eqns[i]
         needs = frozenset[Var]().union(*(sources.get(var, frozenset()) for var in variables(eqn.invars)))
         for var in needs:
-            read_at[var].update(int(at) for at in where[i][-1:])
+            read_at[var].update(where[i])
         if i in programs.again or i in programs.free:  # computed again: who reads the result reads what it is made of
             sources.update((var, needs) for var in eqn.outvars)
     makers = traced.producers()
     for var, at in read_at.items():
         if not at and var in makers:
-            at.update(int(k) for k in where[makers[var]][-1:])
+            at.update(where[makers[var]])
     return [Use(count_bytes(aval_of(var)), tuple(sorted(at))) for var, at in read_at.items() if at]
 
 
@@ -223,25 +215,3 @@ def _param_uses(loss: TracedLoss, of_user: Sequence[float], of_owner: Sequence[f
     for leaf, at in positions.items():
         uses += [Use(of_user[leaf], tuple(at)), Use(of_owner[leaf], tuple(at[:1]))]
     return uses
-
-
-@dataclass(frozen=True)
-class _Numbered(Graph):
-    """A graph that runs each equation under a name scope with its position on the spine, -1 where it is not on it."""
-
-    positions: tuple[int, ...] = ()
-
-    def function(self, eqns: Iterable[int], inputs: Sequence[Var], outputs: Sequence[Atom]) -> Callable[..., list[jax.Array]]:
-        numbers = list(eqns)
-
-        def run(*args: jax.Array) -> list[jax.Array]:
-            values = dict(zip(inputs, args, strict=True))
-            for i in numbers:
-                eqn, position = self.eqns[i], self.positions[i]
-                needs = variables(eqn.invars)
-                with jax.named_scope(f"jaxpp_spine_{position}") if position >= 0 else nullcontext():
-                    results = function_of([eqn], needs, eqn.outvars)(*(values[var] for var in needs))
-                values.update(zip(eqn.outvars, results, strict=True))
-            return function_of([], variables(outputs), outputs)(*(values[var] for var in variables(outputs)))
-
-        return run

@@ -7,8 +7,10 @@ whose few cheap equations are written once more for it (``with_copies``).
 """
 
 import bisect
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import jax
@@ -16,14 +18,17 @@ from jax.extend.core import JaxprEqn, Var
 
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import Cuts
+from jaxpp.stages.estimate import CPU_RATES, Rates
 from jaxpp.stages.graph import Graph, Piece, Rewriter, descendants, partition
-from jaxpp.stages.jaxpr import Atom, aval_of, new_variable, shapes_of, variables
+from jaxpp.stages.jaxpr import Atom, aval_of, function_of, new_variable, shapes_of, variables
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.program import SMALL, Pack
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.repeatable import SINK, SOURCE, Network, price_of, repeatable
 from jaxpp.stages.stage import StageBuilder, StageCode, StagePrograms
+
+_POSITION = re.compile(r"jaxpp_spine_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,13 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     state_owner: Sequence[int] | None = None,
     scaled_by: int | None = None,
     pack: bool = True,
+    rates: Rates = CPU_RATES,
 ) -> CutLoss:
     """Cut a traced loss at ``cuts`` and build the programs of every stage.
 
     ``packs`` and ``state_owner`` (of the leaves that nothing on the spine makes) are what another trace has decided, if any.
     Boundary s of ``cut_gradient`` lies between stages s and s + 1. The backward starts from the loss scale's leaf ``scaled_by``, if
-    not from 1.
+    not from 1; ``rates`` are those of the devices.
     """
     graph = loss.graph
     ends = [*cuts, len(loss.spine)]
@@ -78,20 +84,50 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     )
     rows = frozenset(reducers or ())
     below = SMALL * pack
-    builder = StageBuilder(loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train, scaled_by, below)
+    builder = StageBuilder(
+        loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train, scaled_by, below, rates
+    )
     policies = remat or (RematPolicy(),) * len(ends)
     stages = tuple(builder.build(k, pieces.get(k, Piece()), policies[k]) for k in range(len(ends)))
     producer = tuple(made[var] for var in crossing)
     return CutLoss(loss, cuts, stages, shapes_of(crossing), producer, consumers, state_home, reducers or {})
 
 
-def uncut(loss: TracedLoss, kept: RematPolicy) -> StagePrograms:
-    """The whole loss as one stage whose forward keeps what ``kept`` says: its equations, not yet made into programs."""
-    spine, homes = set(loss.spine), _homes(loss, 0, (0,) * len(loss.state))
-    colors = [0 if i in spine else None for i in range(len(loss.graph.eqns))]
-    piece = partition_stages(loss.graph, colors, homes).get(0, Piece())
-    builder = StageBuilder(loss, 0, (0,) * len(loss.params), homes)
-    return builder.colored(0, piece, kept)[0]
+def uncut(loss: TracedLoss, kept: RematPolicy, *, train: bool = True) -> tuple[StagePrograms, list[tuple[int, ...]]]:
+    """The whole loss as one stage whose forward keeps what ``kept`` says: its equations, not yet made into programs.
+
+    With them, for each equation, the spine position from which it comes, if it comes from one.
+    """
+    on_spine = {i: k for k, i in enumerate(loss.spine)}
+    numbers = tuple(on_spine.get(i, -1) for i in range(len(loss.graph.eqns)))
+    parts = {field.name: getattr(loss.graph, field.name) for field in fields(Graph)}
+    loss, homes = replace(loss, graph=_Numbered(**parts, positions=numbers)), _homes(loss, 0, (0,) * len(loss.state))
+    piece = partition_stages(loss.graph, [0 if i in on_spine else None for i in range(len(numbers))], homes).get(0, Piece())
+    builder = StageBuilder(loss, 0, (0,) * len(loss.params), homes, train=train)
+    programs = builder.colored(0, piece, kept)[0]
+    return programs, [tuple(map(int, _POSITION.findall(name)[-1:])) for name in programs.traced.graph.names]
+
+
+@dataclass(frozen=True)
+class _Numbered(Graph):
+    """A graph that runs each equation under a name scope with its position on the spine, -1 where it is not on it."""
+
+    positions: tuple[int, ...] = ()
+
+    def function(self, eqns: Iterable[int], inputs: Sequence[Var], outputs: Sequence[Atom]) -> Callable[..., list[jax.Array]]:
+        numbers = list(eqns)
+
+        def run(*args: jax.Array) -> list[jax.Array]:
+            values = dict(zip(inputs, args, strict=True))
+            for i in numbers:
+                eqn, position = self.eqns[i], self.positions[i]
+                needs = variables(eqn.invars)
+                with jax.named_scope(f"jaxpp_spine_{position}") if position >= 0 else nullcontext():
+                    results = function_of([eqn], needs, eqn.outvars)(*(values[var] for var in needs))
+                values.update(zip(eqn.outvars, results, strict=True))
+            return function_of([], variables(outputs), outputs)(*(values[var] for var in variables(outputs)))
+
+        return run
 
 
 def _state_home(loss: TracedLoss, cuts: Cuts, owner: Sequence[int] | None) -> tuple[int, ...]:

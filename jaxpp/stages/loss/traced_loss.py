@@ -26,6 +26,7 @@ from jax.tree_util import KeyPath
 
 from jaxpp.errors import JaxppError, LossError, OutputError, ParamsError
 from jaxpp.stages.cost import count_bytes, count_flops
+from jaxpp.stages.estimate import StepCosts
 from jaxpp.stages.graph import Graph, descendants, inline_remat, trace
 from jaxpp.stages.jaxpr import CHEAP, Atom, Checkpoint, aval_of, describe, is_ordered, kind_of, variables
 from jaxpp.stages.layers import Layers, Read, first_reads, place_rows, split_scans
@@ -84,7 +85,8 @@ class TracedLoss:
     remat: Checkpoint | None  # checkpoints a stage the way the user checkpointed the whole loss
     frozen: frozenset[int] = frozenset()  # the parameter leaves whose gradient nobody wants
     layers: tuple[Layers, ...] = ()  # what loops over layers were split into
-    clock: tuple[tuple[float, float], ...] = ()  # where measured, after which part of the FLOPs which part of the time has passed
+    step: StepCosts | None = None  # what each spine equation takes in a step, if the stages are balanced by that
+    clock: tuple[tuple[float, float], ...] = ()  # where measured, after which part of the costs which part of the time has passed
     shared: frozenset[int] = frozenset()  # the batch leaves that every microbatch gets as they are
     stacks: tuple[tuple[str, int], ...] = ()  # of each parameter leaf the user's leaf, and which row of that is its first
     is_loss: bool = True  # False for a function whose outputs are the aux leaves; its loss is a literal that nobody reads
@@ -223,12 +225,21 @@ class TracedLoss:
 
     @cached_property
     def costs(self) -> tuple[float, ...]:
-        """What the stages are balanced by: FLOPs, or the part of the time, in FLOPs."""
-        if not self.clock:
-            return self.flops
+        """What the stages are balanced by: FLOPs of the forward, or seconds of forward and backward."""
+        return self.flops if self.timed is None else self.timed.total
+
+    @cached_property
+    def timed(self) -> StepCosts | None:
+        """What each spine equation takes in a step: as it was estimated or, where there is a clock, measured."""
+        if self.step is None or not self.clock:
+            return self.step
         work, passed = zip(*self.clock, strict=True)
-        ends = np.concatenate([[0.0], np.cumsum(self.flops)])
-        return tuple(np.diff(np.interp(ends / max(ends[-1], 1.0), work, passed)) * ends[-1])
+        total = np.asarray(self.step.total)
+        ends = np.concatenate([[0.0], np.cumsum(total)])
+        times = np.diff(np.interp(ends / (ends[-1] or 1.0), work, passed)) * ends[-1]
+        rates = times / np.where(total > 0, total, 1.0)
+        forward, input_grad, weight_grad = (tuple(rates * np.asarray(costs)) for costs in self.step[:3])
+        return StepCosts(forward, input_grad, weight_grad, self.step.first)
 
     @cached_property
     def own_paths(self) -> tuple[str, ...]:

@@ -1,0 +1,154 @@
+"""Cuts for the shortest step: as short as that of the best of all cuts, by costs and links that are estimated or measured."""
+
+import itertools
+import math
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.engine import layout
+from jaxpp.engine.layout import lengths_of
+from jaxpp.runtime.measure import link_times
+from jaxpp.runtime.place import OneDevice
+from jaxpp.schedule.registry import make_for_stages
+from jaxpp.schedule.simulate import simulate
+from jaxpp.stages.cuts import by_step
+from jaxpp.stages.cuts.balance import REAL_WORK, SLACK, balance
+from jaxpp.stages.cuts.by_step import Links, balance_step
+from jaxpp.stages.estimate import StepCosts
+from jaxpp.stages.loss.traced_loss import trace_loss
+
+
+def products(widths):
+    """Matrix products alone, so that no stage can be without real work."""
+
+    def loss_fn(params, x):
+        for w in params:
+            x = x @ w
+        return x.sum()
+
+    params = [jax.ShapeDtypeStruct(shape, "float32") for shape in itertools.pairwise(widths)]
+    return trace_loss(loss_fn, params, jax.ShapeDtypeStruct((8, widths[0]), "float32"), None, has_aux=False)
+
+
+def randomly(rng, size):
+    """A loss whose equations have random costs and random bytes between them, some of the first without any backward."""
+    loss = products([8, *rng.integers(2, 96, size - 1).tolist()])
+    size = len(loss.spine)
+    forward, input_grad, weight_grad = rng.gamma(1.0, 1.0, (3, size)) * rng.choice([1.0, 1.0, 6.0], (3, size))
+    first = int(rng.integers(0, size // 2)) * int(rng.integers(0, 2))
+    weight_grad[:first] = input_grad[: first + 1] = 0.0
+    return replace(loss, step=StepCosts(tuple(forward), tuple(input_grad), tuple(weight_grad), first))
+
+
+def simulated(loss, cuts, links, schedule):
+    """The step with these cuts, on the clock that people use."""
+    spans = list(itertools.pairwise([0, *cuts, len(loss.spine)]))
+    forward, input_grad, weight_grad = ([sum(costs[a:b]) for a, b in spans] for costs in loss.step[:3])
+    none = [a <= loss.step.first for a, _ in spans]
+    weight_grad = [w + i * skip for w, i, skip in zip(weight_grad, input_grad, none, strict=True)]
+    input_grad = [i * (not skip) for i, skip in zip(input_grad, none, strict=True)]
+    moved = [loss.boundary_bytes[at] for at in cuts]
+    transfer = [s + b * n for s, b, n in zip(links.per_send, links.per_byte, moved, strict=True)]
+    return simulate(schedule, forward=forward, input_grad=input_grad, weight_grad=weight_grad, transfer=transfer).makespan
+
+
+def lacks(loss, cuts):
+    """How many stages have too little work, no matrix product, or no parameter."""
+    found, total = 0, sum(loss.costs)
+    for a, b in itertools.pairwise([0, *cuts, len(loss.spine)]):
+        share = sum(loss.costs[a:b]) / total * (len(cuts) + 1)
+        found += max(0, math.ceil(math.log(REAL_WORK / max(share, 1e-14), 100)))
+        found += not any(loss.primitives[k] == "dot_general" for k in range(a, b))
+        found += not any(loss.param_uses[k] for k in range(a, b))
+    return found
+
+
+KINDS = {"1f1b": (2, 3, 4), "interleaved": (2, 4), "zb-v": (2, 4), "zb-h1": (3,)}
+
+
+@pytest.mark.parametrize(("name", "num_stages"), [(name, count) for name, counts in KINDS.items() for count in counts])
+@pytest.mark.parametrize("few", [4096, 40], ids=["all cuts", "moves"])
+def test_the_step_is_as_short_as_the_shortest_of_all_cuts(name, num_stages, few, monkeypatch):
+    monkeypatch.setattr(by_step, "_FEW", few)
+    for seed in range(13):
+        rng = np.random.default_rng(seed)
+        loss = randomly(rng, int(rng.integers(6, 15)))
+        schedule = make_for_stages(name, num_stages=num_stages, num_microbatches=8)
+        rates = tuple((rng.uniform(0, 2, num_stages - 1) / max(loss.boundary_bytes)).tolist())
+        links = Links((0.01,) * (num_stages - 1), rates)
+        plain = [balance(loss, num_stages), balance(replace(loss, step=None), num_stages)]
+        search = by_step._Search(loss, links, lengths_of(schedule), plain[0])
+        lacking = {cuts: lacks(loss, cuts) for cuts in itertools.combinations(range(1, len(loss.spine)), num_stages - 1)}
+        every = [cuts for cuts, lack in lacking.items() if lack <= lacking[plain[0]]]
+        times = {cuts: simulated(loss, cuts, links, schedule) for cuts in every}
+        assert search.times(np.asarray(list(times))) == pytest.approx(list(times.values()), rel=1e-9)
+        best, found = min(times.values()), search.shortest(plain)
+        assert times[found] <= best * (1 + (1e-9 if few == 4096 else 0.03))
+        chosen = times[balance_step(loss, num_stages, links, lengths_of(schedule))]
+        assert chosen <= times[found] * (1 + SLACK) * (1 + 1e-9)
+        assert chosen <= min(times[cuts] for cuts in plain if cuts in times) * (1 + 1e-9), "never worse than the most even cuts"
+
+
+@pytest.mark.long
+def test_a_long_loss_is_cut_into_many_stages_in_seconds():
+    rng = np.random.default_rng(0)
+    loss = randomly(rng, 400)
+    schedule = make_for_stages("1f1b", num_stages=16, num_microbatches=64)
+    links = Links((0.0,) * 15, (1 / max(loss.boundary_bytes),) * 15)
+    begun = time.process_time()
+    found = balance_step(loss, 16, links, lengths_of(schedule))
+    assert time.process_time() - begun < 30
+    assert simulated(loss, found, links, schedule) <= simulated(loss, balance(loss, 16), links, schedule)
+
+
+WIDTHS = [64, 64, 64, 64, 2, 64, 64]  # an even cut has a boundary of 64 values; the narrow place is at two thirds
+
+
+def test_a_slow_link_moves_the_cut_to_the_narrow_place_even_where_that_is_uneven():
+    loss = products(WIDTHS)
+    loss = replace(loss, step=StepCosts(loss.flops, loss.flops, loss.flops, 0))
+    total, wide, lengths = sum(loss.costs), 8 * 64 * 4, lengths_of(make_for_stages("1f1b", num_stages=2, num_microbatches=8))
+    crossed = {}
+    for cost in (1e-6, 1.0):  # of a wide boundary, in parts of all work
+        (cut,) = balance_step(loss, 2, Links((0.0,), (cost * total / wide,)), lengths)
+        share = sum(loss.costs[:cut]) / total
+        crossed[cost] = loss.boundary_bytes[cut], max(share, 1 - share)
+    assert crossed[1e-6][0] == wide
+    assert crossed[1e-6][1] <= 0.5 * (1 + 2 * SLACK) + 0.2
+    assert crossed[1.0][0] == wide // 32
+    assert crossed[1.0][1] > 0.65
+
+
+def test_links_are_measured_and_stages_on_one_device_need_none():
+    one, two = jax.devices()[:2]
+    per_send, per_byte = link_times([OneDevice(one), OneDevice(two), OneDevice(two)])
+    assert per_send[0] > 0
+    assert per_byte[0] >= 0
+    assert (per_send[1], per_byte[1]) == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.UnevenStagesWarning")
+def test_a_pipeline_cuts_by_the_links_that_it_measures(monkeypatch):
+    def loss_fn(params, x):
+        for w in params:
+            x = x @ w
+        return jnp.mean(x**2)
+
+    params = [jnp.ones(shape) / 8 for shape in itertools.pairwise(WIDTHS)]
+    batch = jnp.ones((64, 64))
+    owned = []
+    for per_byte in (0.0, 1.0):
+        monkeypatch.setattr(layout, "stage_times", lambda *_: [3.0, 1.0])
+        monkeypatch.setattr(layout, "link_times", lambda _, rate=per_byte: ((0.0,), (rate,)))
+        pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=16, balance="time")
+        state = pipe.init(params, batch)
+        pipe.verify(state, batch)
+        owned.append(pipe.engine.owner.count(0))
+    assert owned[0] < owned[1] == 4
