@@ -180,7 +180,7 @@ def _reduction_of(reduction: object) -> object:
 
 def _balance_of(balance: object) -> object:
     if balance not in ("cost", "flops", "time", "memory"):
-        rule = 'stages are balanced by "cost", estimated, by "flops", counted, by "time", measured, or by "memory", estimated'
+        rule = 'a loss is cut by "cost" (estimated), "flops" (counted), "time" (measured) or "memory" (estimated)'
         raise ArgumentError("balance", rule, repr(balance), 'pass balance="time" or balance="memory", or leave it out')
     return balance
 

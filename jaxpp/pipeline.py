@@ -88,8 +88,10 @@ class Pipeline(Forward):
             such a boundary learn nothing, except parameters that a later stage uses too.
         has_state: whether the loss has a model state (BatchNorm's running statistics, counters): a tree of arrays that each
             microbatch passes to the next, in order, without a gradient.
-        balance: what stages have equal amounts of: ``"flops"``, which are counted; ``"time"``, which is measured on zeros, after
-            which the loss is cut again; or ``"memory"``, where the peaks of the devices are equal, as far as shapes tell.
+        balance: by what the loss is cut: ``"cost"``, for the shortest step, where forward and backward of each equation take what
+            its FLOPs and bytes take at the rates of the devices; ``"flops"``, for equal FLOPs of the forward; ``"time"``, as
+            ``"cost"``, but with times measured on zeros, after which the loss is cut again; or ``"memory"``, where the peaks of the
+            devices are equal, as far as shapes tell.
         loss_scale: Flax's ``DynamicScale``, for losses computed in float16. Backwards start from its scale; if any gradient on any
             stage is not finite, all stages skip the step and the scale is lowered. ``state.loss_scale`` holds the current scale.
         mesh: a mesh with the axes ``"pipe"`` (ranks), ``"data"`` (replicas) and ``"model"`` (shards of the parameters), instead of

@@ -94,5 +94,5 @@ for frozen, trained in zip(*(forecast.stages for forecast in forecasts), strict=
 # - `optax.chain(optax.adam(...), optax.masked(optax.set_to_zero(), ...))` gives the same updates, but Adam then holds its two
 #   moments for the frozen parameters too.
 # - Weight decay changes parameters without a gradient. Keep it in the optimizer of the trained label.
-# - The stages are balanced by the FLOPs of the forward pass. If the first half of a model is frozen, its stages have less work;
-#   `balance="time"` or `cuts=` moves the cut.
+# - A frozen layer costs less than one that learns, and nothing goes back to layers before the first that learns. The model is cut
+#   by what its layers cost in a step, so the stages of a frozen half have more layers.

@@ -83,7 +83,7 @@ class Forward:
         num_microbatches: how many parts a batch is split into along axis 0. Default: ``num_stages``.
         reduce_aux: how the outputs of the microbatches become one, as for ``Pipeline``'s aux. Default: outputs with one row for
             each example are put together in order, all others averaged.
-        balance: ``"flops"``, ``"time"`` or ``"memory"`` (parameters alone), as for ``Pipeline``.
+        balance: ``"cost"``, ``"flops"``, ``"time"`` or ``"memory"`` (parameters alone), as for ``Pipeline``.
 
     Raises:
         JaxppError: a ``ValueError``, for every option that cannot be run.

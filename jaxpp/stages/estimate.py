@@ -1,4 +1,4 @@
-"""How long equations take on a device at least, from shapes alone: what cuts, schedules and the stage table go by.
+"""How long equations take on a device, estimated from shapes alone: what cuts and the stage table go by.
 
 An equation takes as long as its arithmetic at the peak of the device or as its bytes at the bandwidth of its memory, whichever is
 longer. Elementwise equations are taken to be fused, as XLA fuses them: they write what others than themselves read, and read each
@@ -78,7 +78,7 @@ def rates_of(device: Device) -> Rates:
 
 
 def seconds_of(eqns: Sequence[JaxprEqn], results: Collection[Atom], rates: Rates) -> list[float]:
-    """What each equation of a program that returns ``results`` takes at least, in seconds.
+    """What each equation of a program that returns ``results`` takes, in seconds.
 
     What several fused equations read counts at the first of them, what they write at the equation that makes it. A loop takes as
     long as all its iterations, a branch as the longest of them; a ``while`` loop counts as one iteration.

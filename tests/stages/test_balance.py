@@ -229,7 +229,7 @@ def test_an_uneven_cut_is_warned_of_at_init_naming_the_stage_the_module_and_what
     text = str(warning.message)
     assert warning.filename == __file__
     assert "num_stages=4: the stages are uneven" in text
-    assert "stage 0 does 66% of the work, 2.7 times the mean, so 4 stages are at most 1.51 times as fast as one device" in text
+    assert "stage 0 does 66% of the work, 2.7 times the mean, so 4 stages are at most 1.50 times as fast as one device" in text
     assert "Dense_0 weighs most in it: 66% of the work, 66% in one dot_general" in text  # no cotangent of the batch is wanted
     assert "shardings=" in text
     assert "category=jaxpp.UnevenStagesWarning" in text

@@ -1,0 +1,116 @@
+"""What equations take on a device, by hand: arithmetic at the peak, or bytes at the bandwidth; fused ones read and write once."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpp.stages.cuts.by_step import step_costs
+from jaxpp.stages.estimate import CPU_RATES, Rates, rates_of, seconds_of
+from jaxpp.stages.loss.traced_loss import trace_loss
+from jaxpp.stages.remat import RECOMPUTE, Least, RematPolicy
+from jaxpp.targets import TARGETS
+
+H100 = next(each for each in TARGETS if each.name == "h100")
+RATES = Rates(H100.peaks, H100.bandwidth, H100.links.peer, H100.links.network)
+
+
+def seconds(function, *shapes, dtype=jnp.float32):
+    jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)).jaxpr
+    return sum(seconds_of(jaxpr.eqns, jaxpr.outvars, RATES))
+
+
+def test_a_large_product_takes_its_flops_at_the_peak_of_its_type():
+    large = (4096, 4096)
+    flops = 2 * 4096**3
+    assert seconds(jnp.matmul, large, large) == pytest.approx(flops / H100.peaks.tensorfloat32)
+    assert seconds(lambda a, b: jnp.matmul(a, b, precision="highest"), large, large) == pytest.approx(flops / H100.peaks.float32)
+    assert seconds(jnp.matmul, large, large, dtype=jnp.bfloat16) == pytest.approx(flops / H100.peaks.bfloat16)
+
+
+def test_a_thin_product_takes_its_bytes():
+    num_bytes = 4 * (8 * 4096 + 4096 * 4096 + 8 * 4096)
+    assert seconds(jnp.matmul, (8, 4096), (4096, 4096)) == pytest.approx(num_bytes / H100.bandwidth)
+
+
+def test_fused_arithmetic_reads_and_writes_once():
+    shape = (1024, 1024)
+    chain = seconds(lambda x, y: jnp.tanh(x * y + 1) * x, shape, shape)
+    assert chain == pytest.approx(3 * 4 * 1024 * 1024 / H100.bandwidth, rel=0.1)
+    softmax = seconds(jax.nn.softmax, shape)
+    assert softmax == pytest.approx(2 * 4 * 1024 * 1024 / H100.bandwidth, rel=0.2)
+
+
+def test_what_a_product_reads_is_written_and_views_are_free():
+    shape, num_bytes = (1024, 1024), 4 * 1024 * 1024
+
+    def both(x, w):
+        return jnp.reshape(jnp.tanh(x).T, shape) @ w
+
+    product = 3 * num_bytes / H100.bandwidth
+    assert seconds(both, shape, shape) == pytest.approx(2 * num_bytes / H100.bandwidth + product, rel=0.15)
+
+
+def test_a_loop_takes_all_its_iterations_and_rows_are_read_not_tables():
+    shape = (256, 256)
+    once = seconds(lambda x: jnp.tanh(x @ x), shape)
+    loop = seconds(lambda x: jax.lax.scan(lambda c, _: (jnp.tanh(c @ c), None), x, length=7)[0], shape)
+    assert loop == pytest.approx(7 * once)
+    ids = jnp.zeros(8, int)
+    rows = seconds(lambda table: table.at[ids].get(mode="clip"), (50_000, 64))
+    assert rows < 100 * 8 * 64 * 4 / H100.bandwidth
+
+
+def test_every_device_has_rates():
+    assert rates_of(jax.devices()[0]) is CPU_RATES
+
+
+def layers(learns):
+    def loss(params, x):
+        for w in params:
+            x = x @ w
+        return x.sum()
+
+    params = [jax.ShapeDtypeStruct((64, 64), "float32") for _ in learns]
+    frozen = frozenset(k for k, learn in enumerate(learns) if not learn)
+    return trace_loss(loss, params, jax.ShapeDtypeStruct((64, 64), "float32"), None, has_aux=False, frozen=frozen)
+
+
+def products(costs):
+    """How many products each of F, I and W has, from their times, of the layers alone."""
+    one = costs.forward[0]
+    return [[round(seconds / one) for seconds in row[:-1]] for row in costs[:3]]
+
+
+def test_the_costs_of_a_step_are_products_counted_by_hand():
+    found = step_costs(layers([True] * 4), RematPolicy(), RATES)
+    assert products(found) == [[1, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]]
+    found = step_costs(layers([False, False, True, True]), RematPolicy(), RATES)
+    assert products(found) == [[1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 1, 1]]
+    found = step_costs(layers([True, False, False, True]), RematPolicy(), RATES)
+    assert products(found) == [[1, 1, 1, 1], [0, 1, 1, 1], [1, 0, 0, 1]]
+    assert found.first == 0
+    assert step_costs(layers([False, False, True, True]), RematPolicy(), RATES).first == 2
+
+
+def test_what_is_computed_again_counts_in_the_backward():
+    kept, again = (step_costs(layers([True] * 4), policy, RATES) for policy in (Least(), RECOMPUTE))
+    assert kept.forward == again.forward
+    extra = sum(again.total) - sum(kept.total)
+    assert extra == pytest.approx(3 * kept.forward[0], rel=0.1), "all forwards but the last, whose result nobody needs"
+
+
+def test_a_function_that_only_runs_forward_has_no_backward():
+    def fn(params, x):
+        return x @ params
+
+    loss = trace_loss(
+        fn,
+        jax.ShapeDtypeStruct((8, 8), "float32"),
+        jax.ShapeDtypeStruct((4, 8), "float32"),
+        None,
+        has_aux=False,
+        is_loss=False,
+        differentiable=False,
+    )
+    found = step_costs(loss, RematPolicy(), RATES)
+    assert sum(found.input_grad) == sum(found.weight_grad) == 0 < sum(found.forward)
