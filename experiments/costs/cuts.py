@@ -115,14 +115,14 @@ def _label(learns: bool) -> str:
 
 
 def _row(case: Case, schedule: Schedule) -> Row:
-    ours = [_stages(case, schedule, balance) for balance in ("cost", "flops")]
+    by_cost, by_flops = (_stages(case, schedule, balance) for balance in ("cost", "flops"))
     size = len(case.layers)
     every = itertools.combinations(range(1, size), schedule.num_stages - 1)
     groups = ([case.layers[a:b] for a, b in itertools.pairwise([0, *cuts, size])] for cuts in every)
     wholes = [[_added(layers) for layers in stages] for stages in groups]
-    best = min(wholes, key=lambda stages: _step(stages, schedule)), min(wholes, key=_largest)
-    largest = (*map(_largest, ours), _largest(best[1]))
-    return Row(case.name, largest, (*(_step(stages, schedule) for stages in ours), _step(best[0], schedule)))
+    largest = _largest(by_cost), _largest(by_flops), min(map(_largest, wholes))
+    step = _step(by_cost, schedule), _step(by_flops, schedule), min(_step(stages, schedule) for stages in wholes)
+    return Row(case.name, largest, step)
 
 
 def _added(layers: Sequence[Costs]) -> Costs:

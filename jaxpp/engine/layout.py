@@ -300,7 +300,7 @@ def lengths_of(schedule: Schedule) -> Lengths:
 
 
 def speed_up(schedule: Schedule, placement: Placement, cut: CutLoss) -> float:
-    """How many times as fast as one device a step is at most, by the estimated costs of the stages; 0 if nothing costs anything."""
+    """How many times as fast as one device a step is, by estimated costs of stages and sends; 0 if nothing costs anything."""
     whole = any(action.kind == Kind.B for action in schedule.order)
     kinds = "FBB" if whole else "FIW"
     forward, input_grad, weight_grad = (np.asarray([[code.costs[kind] for code in cut.stages]]) for kind in kinds)

@@ -7,7 +7,7 @@ again; *offloaded*: those of some microbatches wait in host memory. Each row is 
 
 import posixpath
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +53,18 @@ class Stage:
     num_bytes: int  # their bytes
     flops: float  # of the forward of one microbatch
     backward_flops: float  # of its backward, with what that computes again
-    seconds: float  # that forward and backward of one microbatch take at least, estimated
+    costs: Mapping[str, float]  # seconds that F, B, I and W of one microbatch take, estimated
     kept: int  # bytes that a microbatch holds from the stage's forward to its backward
     keepable: int  # what they would be with ``remat="keep"``
     sends: tuple[str, ...]  # shape of each value it sends, and to which stage; of a last stage without a loss, the outputs
     function: Callable[..., Activation]  # ``(params, x, *inputs) -> x``; what ``forward`` runs
     trains: bool = True  # whether it has a backward
     offloads: bool = False  # whether residuals of some of its microbatches wait in host memory
+
+    @property
+    def seconds(self) -> float:
+        """What forward and backward take together, estimated."""
+        return self.costs["F"] + self.costs["B"]
 
     def forward(self, params: Params, x: Activation, *inputs: Any) -> tuple[Activation, Pullback] | Activation:
         """Run the stage by hand, on its device (of several, the first).
@@ -93,7 +98,7 @@ class Stages(Sequence[Stage]):
 
     def __init__(self, stages: Sequence[Stage], remarks: Sequence[str] = (), schedule: str = "", speed_up: float = 0.0):
         self._stages, self.remarks = tuple(stages), tuple(remarks)
-        self._schedule, self.speed_up = schedule, speed_up  # how many times as fast as one device a step is at most
+        self._schedule, self.speed_up = schedule, speed_up  # how many times as fast as one device a step is, estimated
 
     def __getitem__(self, index: Any) -> Any:
         return self._stages[index]
@@ -115,7 +120,7 @@ class Stages(Sequence[Stage]):
         return rows
 
     def _summary(self) -> str:
-        """All parameters, the device (or the rank of several devices) with the most work, and the speed-up that the step allows."""
+        """All parameters, the device (or the rank of several devices) with the most work, and the speed-up of the step."""
         total = sum(stage.seconds for stage in self) or 1.0
         shares: dict[str, float] = {}
         for stage in self:
@@ -123,7 +128,7 @@ class Stages(Sequence[Stage]):
             shares[name] = shares.get(name, 0.0) + stage.seconds / total
         device, share = max(shares.items(), key=lambda item: item[1])
         one = "one device" if device in {device_name(stage.home) for stage in self} else "one rank"
-        speed = f"{self._schedule} is at most {self.speed_up:.3g} times as fast as {one}" if share else "no work is counted"
+        speed = f"{self._schedule} is about {self.speed_up:.3g} times as fast as {one}" if share else "no work is counted"
         return f"{sum(stage.num_params for stage in self):,} parameters; largest share {share:.1%}, on {device}; {speed}"
 
     def __str__(self) -> str:
@@ -186,7 +191,7 @@ def tabulate(
                 num_bytes=sum(count_bytes(aval) for aval in avals),
                 flops=code.flops,
                 backward_flops=code.backward_flops,
-                seconds=code.costs["F"] + (code.costs["B"] if cut.loss.is_loss else 0.0),
+                costs=code.costs,
                 kept=code.kept,
                 keepable=code.keepable,
                 sends=tuple(sends),

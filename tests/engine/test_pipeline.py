@@ -294,7 +294,7 @@ def test_the_stage_table_shows_where_everything_is(monkeypatch):
     assert len(lines) == 5
     assert "(+1 tied)" in lines[3]
     share = pipe.stages[0].seconds / sum(stage.seconds for stage in pipe.stages)
-    speed = f"1f1b is at most {pipe.stages.speed_up:.3g} times as fast as one device"
+    speed = f"1f1b is about {pipe.stages.speed_up:.3g} times as fast as one device"
     assert lines[4] == f"7,232 parameters; largest share {share:.1%}, on cpu:0; {speed}"
     assert 1 < pipe.stages.speed_up < 1 / share, "the pipeline fills and drains"
     assert all(1.5 < stage.backward_flops / stage.flops < 2.5 for stage in pipe.stages)
