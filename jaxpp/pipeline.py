@@ -80,7 +80,8 @@ class Pipeline(Forward):
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin. Default: jaxpp balances the stages.
         devices: one for each rank. If there are fewer devices than ranks, they are reused round-robin. Default: ``jax.devices()``.
         remat: what a stage's forward keeps for its backward. ``"least"``: as few bytes as possible without repeating a matrix
-            product, a convolution, a loop or a random number; cheap elementwise arithmetic is recomputed. ``"keep"``: everything.
+            product, a convolution, a loop or a random number; cheap elementwise arithmetic is recomputed, but not, on accelerators,
+            what a matrix product of the backward reads: it would be written to memory once more. ``"keep"``: everything.
             ``"recompute"``: only the stage's inputs; the forward runs twice. A policy of ``jax.checkpoint_policies``: what the
             policy says. ``"offload"``: as ``"least"``, and what is kept waits in host memory until its backward is near; see
             ``jaxpp.Offload``, which may be passed too. One value, or a list of one for each stage. I keeps for W by this rule too.

@@ -10,7 +10,7 @@ Reference: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:160
 
 import math
 import numbers
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -23,7 +23,7 @@ from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.tracebacks import entries
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, number_in, scan_of, shapes_of, variables, with_body
+from jaxpp.stages.jaxpr import LAYOUT, aval_of, inner_jaxprs, kind_of, number_in, scan_of, shapes_of, variables, with_body
 from jaxpp.stages.repeatable import (
     ELEMENT,
     EXTREMES,
@@ -40,12 +40,7 @@ from jaxpp.stages.repeatable import (
 from jaxpp.types import Aval, Policy
 
 _Eqns = Collection[int]  # the numbers of equations
-_PRICES = {
-    "cpu": (1.0, ELEMENT)
-}  # bytes an element that ``tanh`` and the like, and other arithmetic, cost, by platform; else nothing
-
 _MOVED = 1e-3  # what I does in W's place is done once all the same: a price only so that W keeps what it can
-_OPERAND = 1 / 16  # of what a product of the backward reads: if it is computed again, it is written again
 _BUFFER = (
     1 + 1 / 32
 )  # of nearly equal bytes, what a product made is kept: it is in memory, and the others would be written beside it
@@ -109,10 +104,15 @@ class ByPolicy(RematPolicy):
 
 @dataclass(frozen=True)
 class Least(RematPolicy):
-    """Keep what costs least."""
+    """Keep what costs least.
 
-    transcendental: float = 0.0  # the price, in bytes, of one element of ``tanh``, ``exp`` and the like, computed again
-    element: float = ELEMENT  # of one element of other elementwise arithmetic; if that is nothing, what a product made is kept
+    All prices are in bytes kept. On CPUs arithmetic has a price. On accelerators it has none beside memory traffic: what a product
+    of the backward reads is in memory already where the forward made it, and would be written once more if it were computed again.
+    """
+
+    transcendental: float = 0.0  # the price of one element of ``tanh``, ``exp`` and the like, computed again
+    element: float = ELEMENT  # of one element of other elementwise arithmetic
+    written: float = 0.0  # of one byte that the backward writes again because one of its products reads it; 0: not on accelerators
 
     def loops(self, graph: Graph, eqns: Iterable[int]) -> list[Graph]:
         """The graph with a checkpoint in the body of each loop among the equations; nothing if there is none.
@@ -126,13 +126,17 @@ class Least(RematPolicy):
         return [replace(graph, eqns=tuple(changed.get(i, eqn) for i, eqn in enumerate(graph.eqns)))] if changed else []
 
     def prepared(self, graph: Graph) -> Graph:
-        """The graph with ``max(x, 0) > 0`` in place of ``x > 0`` where there is such a maximum: a relu's result says it all."""
+        """The graph with ``max(x, 0) > 0`` in place of ``x > 0`` where there is such a maximum: a relu's result says it all.
+
+        On accelerators only where x is a product with a bias, which computes the relu itself. Where x is of a normalisation, the
+        backward reads what x is made of, and a mask of a byte an element along with it; the relu would be read in one more pass.
+        """
         results: dict[Var, Var] = {}
-        eqns = list(graph.eqns)
+        eqns, producers = list(graph.eqns), graph.producers()
         for i, eqn in enumerate(eqns):
             if kind_of(eqn) not in ("max", "gt") or isinstance(eqn.invars[0], Literal) or number_in(eqn.invars[1]) != 0:
                 continue
-            if kind_of(eqn) == "max":
+            if kind_of(eqn) == "max" and not (self.written and not _is_sum(graph, producers, eqn.invars[0])):
                 results[eqn.invars[0]] = eqn.outvars[0]
             elif eqn.invars[0] in results:
                 eqns[i] = eqn.replace(invars=[results[eqn.invars[0]], eqn.invars[1]])
@@ -142,7 +146,7 @@ class Least(RematPolicy):
         """The equations on the sink's side of the cut between what the forward has and what the backward reads."""
         network, may = Network(), settled(graph, {*forward, *free})
         after = [eqn for i, eqn in enumerate(graph.eqns) if i not in forward and i not in free]
-        operands = {var for eqn in after if is_written(eqn) and not self.element for var in variables(eqn.invars)}
+        operands = {var for eqn in after if is_written(eqn) for var in variables(eqn.invars)}
         for var in held:
             network.edge(SOURCE, var, count_bytes(aval_of(var)))
         available, producers = set(held), graph.producers()
@@ -151,7 +155,7 @@ class Least(RematPolicy):
                 continue
             repeated = i in free or may[i]
             if i not in free:
-                written = _OPERAND * sum(count_bytes(aval_of(var)) for var in eqn.outvars if var in operands)
+                written = self.written * sum(count_bytes(aval_of(var)) for var in eqn.outvars if var in operands)
                 price = price_of(eqn, self.transcendental, self.element) + written
                 network.edge(SOURCE, i, price if may[i] else math.inf)
             for var in variables(eqn.invars) if repeated else ():
@@ -159,14 +163,14 @@ class Least(RematPolicy):
                     network.edge(var, i)
                 if kind_of(eqn) in EXTREMES and var in producers:  # a maximum is one of the values, bit for bit
                     network.edge(i, producers[var])
-            buffer = 1 if self.element or is_written(eqn) else _BUFFER
+            buffer = _BUFFER if self.written and not is_written(eqn) else 1
             for var in eqn.outvars:
                 network.edge(i, var, math.inf if i in free else buffer * count_bytes(aval_of(var)))
             available.update(eqn.outvars)
         for var in reads:
             if var in available:
                 network.edge(var, SINK)
-        chosen = network.sink_side(most=not self.element)
+        chosen = network.sink_side(most=self.written > 0)
         again = {i for i in forward if i in chosen}
         kept = {var for var in available if var in chosen and producers.get(var) not in again}
         return again | decided_on(graph, {*forward, *free} - again, kept)
@@ -194,6 +198,23 @@ class Least(RematPolicy):
         chosen = network.sink_side()
         again = {i for i in of_input if i in chosen and i not in free}
         return again, {i for i in of_weight if i not in chosen and i not in of_input and i not in free}
+
+
+_ADDING = LAYOUT | {"add", "sub", "convert_element_type", "transpose"}
+
+
+def _is_sum(graph: Graph, producers: Mapping[Var, int], value: Var) -> bool:
+    """Whether a value is made of matrix products, convolutions and the like by nothing but additions."""
+    pending, seen = [value], set[int]()
+    while pending:
+        i = producers.get(pending.pop())
+        if i is None or i in seen or is_written(graph.eqns[i]):
+            continue
+        seen.add(i)
+        if kind_of(graph.eqns[i]) not in _ADDING:
+            return False
+        pending += variables(graph.eqns[i].invars)
+    return True
 
 
 _LEFT = frozenset({"checkpoint", "scan", "while", "cond", "name", "shard_map"})
@@ -254,12 +275,14 @@ class Offload:
 Remat = str | Policy | Offload | None
 """``"least"``, ``"keep"`` or None (all), ``"recompute"`` (of inputs), a policy, or the least in host memory (``"offload"``)."""
 
+_LEAST = {"cpu": Least(transcendental=1.0)}  # by platform
+_ON_ACCELERATORS = Least(element=0.0, written=2.0)  # written, and what it is made of read: more than the byte that is kept
 RECOMPUTE = ByPolicy(jax.checkpoint_policies.nothing_saveable)  # Keep a stage's inputs only
 
 
 def policies_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) -> tuple[RematPolicy, ...] | None:
     """What the forward of each stage keeps, from what the user passed as ``remat``; None if all keep everything."""
-    least, everything = Least(*_PRICES.get(platform, (0.0, 0.0))), RematPolicy()
+    least, everything = _LEAST.get(platform, _ON_ACCELERATORS), RematPolicy()
     words = {None: everything, "keep": everything, "recompute": RECOMPUTE, "least": least, "offload": least}
     values = _each_stage(remat, num_stages)
     bad = {k: value for k, value in enumerate(values) if not _is_remat(value, words)}
