@@ -91,7 +91,7 @@ def uncut(loss: TracedLoss, kept: RematPolicy) -> StagePrograms:
     colors = [0 if i in spine else None for i in range(len(loss.graph.eqns))]
     piece = partition_stages(loss.graph, colors, homes).get(0, Piece())
     builder = StageBuilder(loss, 0, (0,) * len(loss.params), homes)
-    return builder.colored(0, piece, kept)[0]
+    return builder.colored(0, piece, kept)
 
 
 def _state_home(loss: TracedLoss, cuts: Cuts, owner: Sequence[int] | None) -> tuple[int, ...]:
