@@ -51,7 +51,7 @@ _BUFFER = (
 _LATER = 1 + 1 / 256  # what I computes for W is there twice while I runs: what it only holds is a little cheaper
 
 
-class Kept(Protocol):
+class Keeping(Protocol):
     """A stage whose forward keeps something."""
 
     @property
@@ -65,7 +65,7 @@ class Kept(Protocol):
         ...
 
 
-_Stage = TypeVar("_Stage", bound=Kept)
+_Stage = TypeVar("_Stage", bound=Keeping)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Least(RematPolicy):
         Else a loop, one equation to the cut, would keep all that its pullback reads. The checkpoint keeps what is never computed
         again, and every comparison of floating-point numbers, of which some are rounded. A body with a checkpoint or loop stays.
         """
-        return self._looped(graph, eqns, _is_kept)
+        return self._looped(graph, eqns, _KEPT_IN_LOOPS)
 
     def _looped(self, graph: Graph, eqns: Iterable[int], policy: Policy) -> list[Graph]:
         scans = {i: scan_of(graph.eqns[i]) for i in eqns}
@@ -262,9 +262,7 @@ class Budget(Least):
     def loops(self, graph: Graph, eqns: Iterable[int]) -> list[Graph]:
         """Those of ``Least``; then with checkpoints that keep no product of attention (with batch axes), and none at all."""
         numbers = list(eqns)
-        return [
-            found for policy in (_is_kept, _is_kept_or_flat, _is_kept_or_cheap) for found in self._looped(graph, numbers, policy)
-        ]
+        return [found for policy in (_KEPT_IN_LOOPS, *_LESS_IN_LOOPS) for found in self._looped(graph, numbers, policy)]
 
     def chosen(self, build: Callable[[RematPolicy], Sequence[_Stage]]) -> _Stage:
         """The stage with the fewest FLOPs again within the share, of its graphs."""
@@ -365,20 +363,19 @@ def _checkpointed(body: ClosedJaxpr, policy: Policy) -> ClosedJaxpr:
     return jax.make_jaxpr(checkpointed)(*shapes_of(body.in_avals))
 
 
-def _is_kept(primitive: Primitive, *avals: Aval, **params: Any) -> bool:
-    """A policy of ``jax.checkpoint``: keep what is never computed again."""
-    return not may_repeat(primitive.name, avals, params.get("new_dtype"))
+def _keeping(*, batched: bool, others: bool) -> Policy:
+    """A policy of ``jax.checkpoint``: keep what is never computed again; and products with batch axes, and others."""
+
+    def is_kept(primitive: Primitive, *avals: Aval, **params: Any) -> bool:
+        if primitive.name in PRODUCTS:
+            return batched if primitive.name == "dot_general" and any(params["dimension_numbers"][1]) else others
+        return not may_repeat(primitive.name, avals, params.get("new_dtype"))
+
+    return is_kept
 
 
-def _is_kept_or_flat(primitive: Primitive, *avals: Aval, **params: Any) -> bool:
-    """The same, but for products with batch axes, such as those of attention."""
-    batched = primitive.name == "dot_general" and any(params["dimension_numbers"][1])
-    return not batched and _is_kept(primitive, *avals, **params)
-
-
-def _is_kept_or_cheap(primitive: Primitive, *avals: Aval, **params: Any) -> bool:
-    """The same, but for all products and convolutions."""
-    return primitive.name not in PRODUCTS and _is_kept(primitive, *avals, **params)
+_KEPT_IN_LOOPS = _keeping(batched=True, others=True)
+_LESS_IN_LOOPS = _keeping(batched=False, others=True), _keeping(batched=False, others=False)
 
 
 @entries
