@@ -58,7 +58,7 @@ def gpt(depth=2, width=256, vocabulary=8192, length=256, batch=16, dropout=0.1):
 
 
 def resnet():
-    model = ResNet(num_classes=10, width=64, groups=(2, 2, 2), dtype="bfloat16")
+    model = ResNet(num_classes=10, width=64, groups=(3, 3, 3), dtype="bfloat16")
     variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 64, 64, 3)))
     averages = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), variables["batch_stats"])
 

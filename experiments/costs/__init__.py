@@ -1,0 +1,1 @@
+"""What does a step cost, and is that what jaxpp says?"""
