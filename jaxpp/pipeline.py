@@ -80,8 +80,11 @@ class Pipeline(Forward):
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin. Default: jaxpp balances the stages.
         devices: one for each rank. If there are fewer devices than ranks, they are reused round-robin. Default: ``jax.devices()``.
         remat: what a stage's forward keeps for its backward. ``"least"``: as few bytes as possible without repeating a matrix
-            product, a convolution, a loop or a random number; cheap elementwise arithmetic is recomputed. ``"keep"``: everything.
-            ``"recompute"``: only the stage's inputs; the forward runs twice. A policy of ``jax.checkpoint_policies``: what the
+            product, a convolution, a loop or a random number; cheap elementwise arithmetic is recomputed, but not, on accelerators,
+            what a matrix product of the backward reads: it would be written to memory once more. ``"keep"``: everything.
+            ``"recompute"``: only the stage's inputs; the forward runs twice. A number above 0.0 and at most 1.0: a share of
+            what ``"least"`` keeps beyond the fewest bytes that can be reached by repeating products and convolutions; those are
+            repeated that free the most bytes for a FLOP. A policy of ``jax.checkpoint_policies``: what the
             policy says. ``"offload"``: as ``"least"``, and what is kept waits in host memory until its backward is near; see
             ``jaxpp.Offload``, which may be passed too. One value, or a list of one for each stage. I keeps for W by this rule too.
         cut_gradient: boundaries that carry no gradient, for teaching; boundary s lies between stages s and s + 1. The stages before
@@ -109,9 +112,10 @@ class Pipeline(Forward):
         max_shapes: for how many batch shapes the compiled steps are kept; the least recently used shape is dropped, and compiled
             again if it returns. A shape evaluated with another loss counts once more.
         hbm: bytes that each device has: ``"24GiB"``, or a number. If the step does not fit when ``init`` first sees shapes, stages
-            offload or recompute residuals, where that costs least by measurement and on the virtual clock. A printed line says what
-            was chosen and what it costs, and so do ``pipe.stages`` and the ``FitError`` that is raised if nothing fits. With a
-            ``remat`` other than the default, or parameters sharded over ``"model"``, the step is checked and nothing is chosen.
+            offload residuals, keep a share of them or recompute them, where that costs least by measurement and on the virtual
+            clock. A printed line says what was chosen and what it costs, and so do ``pipe.stages`` and the ``FitError`` that is
+            raised if nothing fits. With a ``remat`` other than the default, or parameters sharded over ``"model"``, the step is
+            checked and nothing is chosen.
         fuse: whether the last stage's forward and backward are compiled as one program, if the schedule runs the backward of each
             microbatch right behind its forward there (``"naive"``, ``"1f1b"`` and ``"interleaved"`` do). That program writes no
             residual of the size of the logits, and it rounds in its own way: schedules that fuse have the same bits as one another,

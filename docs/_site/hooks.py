@@ -32,7 +32,17 @@ REFERENCE = {
     "Training": ["training", "Pipeline", "State", "Metrics", "Tuning", "Bank", "Offload"],
     "Predicting": ["predicting", "Forward", "Stream", "Generation", "Token", "Sampling", "History"],
     "Schedules": ["schedules", "Schedule", "Simulation", "Action", "Kind"],
-    "Observing": ["observing", "Profile", "Forecast", "StepBound", "Ledger", "Collectives", "ProgramTable", "ProgramRow"],
+    "Observing": [
+        "observing",
+        "Profile",
+        "Forecast",
+        "Frontier",
+        "StepBound",
+        "Ledger",
+        "Collectives",
+        "ProgramTable",
+        "ProgramRow",
+    ],
 }
 """The subjects of the reference: the page of its functions, and the classes, which have pages of their own."""
 OUTPUT = "``` { .text .output .no-copy }"

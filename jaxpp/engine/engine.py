@@ -38,6 +38,7 @@ from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import calls_host
 from jaxpp.stages.loss.microbatch import batch_avals
 from jaxpp.stages.program import Ref, Role
+from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stacked import Slicing, is_slices
 from jaxpp.types import Array, Batch, Key, Leaf, LossFn, Tree
 
@@ -76,6 +77,14 @@ class Engine:
         placed = dataclasses.replace(self.placed, base=options.placement)
         preparer = self.preparer.for_schedule(options, placed.placement)
         return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
+
+    def with_remat(self, remat: tuple[RematPolicy, ...] | None, offload: tuple[int | None, ...]) -> "Engine":
+        """The same cuts and the same schedule, with stages that keep something else."""
+        options = dataclasses.replace(self.options, remat=remat, offload=offload)
+        preparer = (
+            self.preparer.for_schedule(options, self.placement) if remat == self.options.remat else self.preparer.for_remat(options)
+        )
+        return Engine(options, self.optimizer, self.placed, preparer, self.programs, self.opened_at)
 
     @cached_property
     def alone(self) -> bool:

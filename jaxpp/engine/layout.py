@@ -406,6 +406,16 @@ class Preparer:
         other.__dict__.update(self.__dict__, options=options, placement=placement, tracing=Tracing(options, self.layout.frozen))
         return other
 
+    def for_remat(self, options: Options) -> "Preparer":
+        """The same cuts, with stages that keep what other options say."""
+        other = self.for_schedule(options, self.placement)
+        other._cuts = LRU[CutLoss](4 * options.max_shapes)
+        known = {"packs": self.layout.packs, "state_owner": self.layout.state_owner}
+        for name, cut in self._cuts.items():
+            train = any(code.backward for code in cut.stages)
+            other._cuts.put(name, other.tracing.cut(cut.loss, cut.cuts, self.layout.owner, cut.reducers, train=train, **known))
+        return other
+
     def cut_for(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool) -> CutLoss:
         """The loss cut at one microbatch's shapes, with every parameter where its owner is."""
         name = loss_fn, shapes_key(microbatch, key), train

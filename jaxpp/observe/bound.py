@@ -57,7 +57,7 @@ class StepBound:
         costs: the least seconds of every action, transfer and copy, and of what is done once a step.
         offload: of how many microbatches a stage's residuals stay on the device, as ``jaxpp.Offload`` says; None of all.
         products: FLOPs of all matrix products of a step by the type that they are computed in, those that are run again included.
-        again: FLOPs of those that are run again (``remat="recompute"``).
+        again: FLOPs of those that are run again (``remat="recompute"``, or a share).
         num_devices: how many devices there are, on all ranks.
         host: what the host has to do.
         device_of: a number for the device, or devices, of each rank; ranks with the same number share them. Empty if none do.
@@ -188,7 +188,7 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
     sizes |= {life.name: life.num_bytes for life in step_liveness(engine, lowered).hosted}
     known: dict[int, tuple[Kernel, ...]] = {}
     alone, handing, products, again = list[float](), list[float](), Counter[str](), 0.0
-    recomputes = [kept.recomputes for kept in engine.options.remat or ()]
+    repeated = [code.repeated for code in engine.preparer.step(batch, key).cuts[0].stages] if purpose == "update" else []
     for line, instruction in zip(lines, plan.instructions, strict=True):
         target = numbers[line.place]
         handing.append(_handing(line))
@@ -203,8 +203,8 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
         for kernel in kernels:
             own.update({kind: len(line.place.devices) * kernel.runs * flops for kind, flops in kernel.products.items()})
         products.update(own)
-        if recomputes and recomputes[line.stage] and line.action is not None and line.action.kind == Kind.F and line.fused is None:
-            again += sum(own.values())
+        if repeated and line.action is not None and line.action.kind == Kind.F and line.fused is None:
+            again += placement.num_replicas * repeated[line.stage]
     offload = engine.options.offload if purpose == "update" else ()
     costs = _with_copies(costs_of_plan(plan, schedule.num_stages, alone, handing, _begins(alone, handing), min), lines, alone)
     host = HostWork(len(lines), sum(handing))

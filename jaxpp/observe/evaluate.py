@@ -80,8 +80,8 @@ class StepCosts:
         """What an action takes on its device."""
         return _seconds(self.actions, action)
 
-    def recomputed(self, stages: Sequence[bool]) -> "StepCosts":
-        """The same where some stages run their forward once more in each backward: in B, and in I if there is one."""
+    def recomputed(self, stages: Sequence[float]) -> "StepCosts":
+        """The same where each stage runs so much of its forward once more in each backward: in B, and in I if there is one."""
         actions = dict(self.actions)
         for kind in (Kind.B, Kind.I):
             if kind in actions:

@@ -1,9 +1,9 @@
 """Which equations a backward may run again, at what price, and the minimum cut that chooses.
 
-Never again: matrix products, convolutions, loops, calls, random bits, sorts, gathers, effects. Nor a *decision* on a rounded
-number: XLA rounds differently in different programs, so a comparison of nearly equal values may come out otherwise in the backward,
-and the gradient with it. Prices are in bytes; elementwise arithmetic is nearly free. Values have two sides, choices have prices and
-force others: a minimum cut, by SciPy's maximum flow (Picard, Management Science 22(11), 1976).
+Never again: loops, calls, random bits, sorts, gathers, effects; and matrix products and convolutions, unless a budget asks for it.
+Nor a *decision* on a rounded number: XLA rounds differently in different programs, so a comparison of nearly equal values may come
+out otherwise in the backward, and the gradient with it. Prices are in bytes; elementwise arithmetic is nearly free. Values have two
+sides, choices have prices and force others: a minimum cut, by SciPy's maximum flow (Picard, Management Science 22(11), 1976).
 """
 
 import math
@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.jaxpr import LAYOUT, Atom, aval_of, is_cast, kind_of, length_of, terms, variables
+from jaxpp.stages.jaxpr import LAYOUT, Atom, aval_of, inner_jaxprs, is_cast, kind_of, length_of, terms, variables
 from jaxpp.types import Aval, DType
 
 TRANSCENDENTAL = frozenset(
@@ -37,9 +37,12 @@ _REPEATABLE = _CHOOSING | _ADDING | _ARITHMETIC | _DECIDING | TRANSCENDENTAL
 _MOVING = frozenset(
     "gather optimization_barrier reduce_window_max reduce_window_min cummax cummin scatter dynamic_update_slice".split()
 )  # Never repeated, and yet their results are as their operands are
-_WRITTEN = frozenset("dot_general conv_general_dilated sort top_k while scan fft".split())  # never repeated; written to memory
-_SMOOTH = (_REPEATABLE - _DECIDING) | frozenset(
-    "dot_general conv_general_dilated gather scatter-add scatter_add cumsum reduce_window_sum fft dynamic_update_slice".split()
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_WRITTEN = PRODUCTS | frozenset("sort top_k while scan fft".split())  # never repeated; written to memory
+_SMOOTH = (
+    (_REPEATABLE - _DECIDING)
+    | PRODUCTS
+    | frozenset("gather scatter-add scatter_add cumsum reduce_window_sum fft dynamic_update_slice".split())
 )
 ELEMENT, _REDUCED = 1 / 64, 1 / 4
 SOURCE, SINK = "source", "sink"
@@ -48,12 +51,13 @@ _FINITE = 1 << 29  # SciPy counts flow in 32 bits; all prices together take this
 EXACT, _ADDED, _ROUNDED = range(3)  # the same in every program: in all bits; in whether it is above another value; not at all
 
 
-def repeatable(graph: Graph) -> list[bool]:
-    """Whether each equation may be run again, whatever is kept."""
-    may, levels, producers = list[bool](), rounding(graph), graph.producers()
+def repeatable(graph: Graph, *, products: bool = False) -> list[bool]:
+    """Whether each equation may be run again, whatever is kept; ``products``: matrix products and convolutions too."""
+    may, levels, producers = list[bool](), rounding(graph, products=products), graph.producers()
+    kinds = _REPEATABLE | PRODUCTS if products else _REPEATABLE
     for eqn in graph.eqns:
         loose = any(levels.get(var, EXACT) == _ROUNDED for var in variables(eqn.invars))
-        may.append(kind_of(eqn) in _REPEATABLE and not eqn.effects and not (loose and is_decision(eqn)))
+        may.append(kind_of(eqn) in kinds and not eqn.effects and not (loose and is_decision(eqn)))
     for eqn in graph.eqns:
         if kind_of(eqn) == "name":  # the user's word for what is to be kept
             for var in variables(eqn.invars):
@@ -62,13 +66,17 @@ def repeatable(graph: Graph) -> list[bool]:
     return may
 
 
-def rounding(graph: Graph) -> dict[Var, int]:
-    """The floating-point values that may have other last bits in another program, and how far that matters."""
+def rounding(graph: Graph, *, products: bool = False) -> dict[Var, int]:
+    """The floating-point values that may have other last bits in another program, and how far that matters.
+
+    Where ``products`` are run again, their results may: another program may lay out their operands otherwise.
+    """
     levels: dict[Var, int] = {}
     for eqn in graph.eqns:
         worst = max((levels.get(var, EXACT) for var in variables(eqn.invars)), default=EXACT)
         for var in eqn.outvars:
             level = _level(eqn, var, worst) if _is_float([var]) else EXACT
+            level = _ROUNDED if products and level == EXACT and kind_of(eqn) in PRODUCTS else level
             if level:
                 levels[var] = level
     return levels
@@ -115,6 +123,16 @@ def price_of(eqn: JaxprEqn, transcendental: float, element: float = ELEMENT) -> 
     return size * (element * (name != "name") + transcendental * (name in TRANSCENDENTAL))
 
 
+def product_flops(eqn: JaxprEqn) -> float:
+    """FLOPs of the matrix products and convolutions of an equation, looking into loops, branches and calls."""
+    summed = terms(eqn)
+    if summed is not None:
+        return 2.0 * summed * sum(math.prod(aval_of(var).shape) for var in eqn.outvars)
+    inner = [sum(map(product_flops, jaxpr.eqns)) for jaxpr in inner_jaxprs(eqn)]
+    length = length_of(eqn)
+    return max(inner, default=0.0) * (1 if length is None else length)
+
+
 def is_decision(eqn: JaxprEqn) -> bool:
     """Whether a small difference of its operands can become a large one of its result."""
     if is_cast(eqn) or kind_of(eqn) == "bitcast_convert_type":
@@ -138,9 +156,9 @@ def decided_on(graph: Graph, forward: Collection[int], kept: Collection[Var]) ->
     }
 
 
-def settled(graph: Graph, before: Collection[int]) -> list[bool]:
+def settled(graph: Graph, before: Collection[int], *, products: bool = False) -> list[bool]:
     """Whether each equation may be run again, but not what the backward (not ``before``) reads in a decision."""
-    may, levels, producers = repeatable(graph), rounding(graph), graph.producers()
+    may, levels, producers = repeatable(graph, products=products), rounding(graph, products=products), graph.producers()
     for i, eqn in enumerate(graph.eqns):
         if i not in before and not is_smooth(eqn):
             for var in variables(eqn.invars):

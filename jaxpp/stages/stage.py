@@ -27,6 +27,7 @@ from jaxpp.stages.loss.traced_loss import TracedLoss, cheap_values
 from jaxpp.stages.one_hot import with_one_hots
 from jaxpp.stages.program import Backward, Fused, Pack, Program, Ref, Role, packed, packs_of
 from jaxpp.stages.remat import RematPolicy
+from jaxpp.stages.repeatable import product_flops
 from jaxpp.stages.summands import Summands, summands_of
 from jaxpp.types import Aval, Tree
 
@@ -54,6 +55,8 @@ class StageCode:
     residuals: tuple[jax.ShapeDtypeStruct, ...]  # what is kept besides the stage's own inputs and outputs
     kept: int  # bytes that one microbatch holds from its forward to its backward, inputs and outputs included
     keepable: int  # what they would be if all were kept that the pullback reads
+    repeated: float  # FLOPs of the matrix products and convolutions of F that B runs again
+    products: float  # FLOPs of those of F
     constants: tuple[jax.Array, ...]  # arrays the loss closed over that this stage reads
     params: tuple[int, ...]  # the parameter leaves this stage reads
     flops: float  # of one forward
@@ -104,7 +107,7 @@ class StageBuilder:
     def build(self, stage: int, piece: Piece, remat: RematPolicy) -> StageCode:
         """The programs of the stage that runs ``piece``; ``remat`` says what its forward keeps."""
         loss, constants = self.loss, self.loss.graph.constants
-        programs, keepable = self.colored(stage, piece, remat)
+        programs = self.colored(stage, piece, remat)
         packs: tuple[Pack, ...] = ()
         if self.train:
             packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
@@ -119,7 +122,9 @@ class StageBuilder:
             packs=packs,
             residuals=shapes_of(programs.residuals),
             kept=programs.kept_bytes,
-            keepable=keepable,
+            keepable=programs.keepable_bytes,
+            repeated=programs.repeated if backward.get("B") else 0.0,
+            products=programs.products_of_forward,
             constants=(*(constants[v] for v in piece.inputs if v in constants), *programs.traced.graph.constants.values()),
             params=tuple(sorted(ref.index for ref in programs.traced.inputs if ref.role == Role.PARAM)),
             flops=sum(cost for cost, i in zip(loss.flops, loss.spine, strict=True) if i in mine),
@@ -147,15 +152,22 @@ class StageBuilder:
         results = [(ref, atom) for ref, atom in named if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage]
         return _Slice(stage, piece, [refs[var] for var in piece.inputs], [*sent, *results], len(constants))
 
-    def colored(self, stage: int, piece: Piece, remat: RematPolicy) -> tuple["StagePrograms", int]:
-        """A stage's equations as its programs run them, loops checkpointed where that keeps less; the bytes that it could keep."""
+    def colored(self, stage: int, piece: Piece, remat: RematPolicy) -> "StagePrograms":
+        """A stage's equations as its programs run them, loops checkpointed where that keeps less."""
         body, graphs = self._slice(stage, piece), [self.loss.graph]
         if self.train and self.loss.remat is None:
             graphs += remat.loops(self.loss.graph, piece.eqns)
         traces = [self._trace(body, graph) for graph in graphs]
         traces = [replace(traced, graph=remat.prepared(traced.graph)) for traced in traces]
-        candidates = [StagePrograms(self, traced, stage, body.num_constants, remat) for traced in traces]
-        return min(candidates, key=lambda programs: programs.kept_bytes), candidates[0].keepable_bytes
+
+        def build(policy: RematPolicy) -> list[StagePrograms]:
+            found = [StagePrograms(self, traced, stage, body.num_constants, policy) for traced in traces]
+            for programs in found:
+                programs.repeated = programs.products - found[0].products_once
+                programs.keepable_bytes = found[0].keepable_bytes
+            return found
+
+        return remat.chosen(build)
 
     def _trace(self, body: _Slice, whole: Graph) -> TracedStage:
         remat, inputs, outputs = self.loss.remat, body.inputs, body.outputs
@@ -240,6 +252,11 @@ class StagePrograms:
         self.refs |= {var: Ref(Role.RESIDUAL, k) for k, var in enumerate(self.residuals)} | sent
         self.small = packs_of([self.refs[var] for var in self.residuals], shapes_of(self.residuals), Ref(Role.RESIDUAL), below)
         self.kept_bytes = self._held(self._piece(BACKWARD))
+        costs = list(map(product_flops, graph.eqns))
+        self.products_of_forward = sum(costs[i] for i in self._piece(FORWARD).eqns)
+        self.products = self.products_of_forward + sum(costs[i] for i in self._piece(BACKWARD).eqns)
+        self.products_once = sum(cost for cost, color in zip(costs, before, strict=True) if color in (FORWARD, BACKWARD))
+        self.repeated = self.products - self.products_once  # loops as they are in this graph
         self.keepable_bytes = self._held(partition(graph, before, homes).get(BACKWARD, Piece()))
         self._returned_by = self._split(colors, remat)
         self._kept = [var for var in self._piece(_WEIGHT).inputs if var not in self.refs]

@@ -122,7 +122,8 @@ def words(size):
 @pytest.mark.parametrize(
     "run", [pytest.param(MLP, id="mlp", marks=pytest.mark.long), pytest.param(GPT, id="gpt", marks=pytest.mark.slow)]
 )
-def test_a_stage_recomputes_where_copies_take_longer_and_the_step_equals_the_oracle(run, costs):
+def test_a_stage_recomputes_where_copies_take_longer_and_the_step_equals_the_oracle(run, costs, monkeypatch):
+    monkeypatch.setattr(fit, "_SHARES", ())  # one of them would do here
     count = run["num_stages"]
     costs([1.0] * count, [2.0] * count, [100.0] * count)
     least = peaks(run)
@@ -138,6 +139,31 @@ def test_a_stage_recomputes_where_copies_take_longer_and_the_step_equals_the_ora
         for more in (0, 1)
     )
     assert remark.startswith(f"stage {full}: recompute (peak ") and remark.endswith(f", step {slower / base - 1:+.0%})")
+    pipe.verify(state, case.batch, case.key)
+    check_memory(pipe, case, room)
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(MLP, id="mlp", marks=pytest.mark.long), pytest.param(GPT, id="gpt", marks=pytest.mark.slow)]
+)
+def test_a_stage_keeps_a_share_where_that_is_enough_and_repeats_no_more_than_it_must(run, costs):
+    count = run["num_stages"]
+    costs([1.0] * count, [2.0] * count, [100.0] * count)
+    least = peaks(run)
+    full, room = least.index(max(least)), max(least) - 1
+    pipe, case = pipeline(run, hbm=room)
+    state = pipe.init(case.params, case.batch)
+    (remark,) = pipe.stages.remarks
+    after = peaks(run, remat=[0.75 if stage == full else "least" for stage in range(count)])
+    assert remark.startswith(f"stage {full}: remat=0.75 (peak {words(least[full])} -> {words(after[full])}, step ")
+    code = pipe.engine.preparer.step(case.batch, case.key).cuts[0].stages[full]
+    again = [code.repeated / code.products * (stage == full) for stage in range(count)]
+    assert 0 < again[full] < 1
+    base, slower = (
+        simulate(pipe.schedule, forward=1, input_grad=[2 + times * part for part in again], weight_grad=0).makespan
+        for times in (0, 1)
+    )
+    assert remark.endswith(f", step {slower / base - 1:+.0%})")
     pipe.verify(state, case.batch, case.key)
     check_memory(pipe, case, room)
 

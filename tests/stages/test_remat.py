@@ -207,10 +207,10 @@ def work(code, kinds):
     return found
 
 
-def check_random(seed, transcendental, *, count=True):
+def check_random(seed, transcendental=0.0, *, policy=None, count=True):
     model = random_model(seed)
     loss = trace_loss(model.loss_fn, model.params, shapes(model.batch), model.key, has_aux=False, frozen=model.frozen)
-    for before, after in zip(*cut_with(loss, model.stages, RematPolicy(), Least(transcendental)), strict=True):
+    for before, after in zip(*cut_with(loss, model.stages, RematPolicy(), policy or Least(transcendental)), strict=True):
         where = f"random_model({seed}), stage {after.index}: {model}"
         for kind in "BW":
             assert kept(after, kind) <= kept(before, kind), f"{kind} of {where}"
@@ -416,6 +416,41 @@ def test_a_relu_is_as_cheap_as_what_it_is_made_of():
     (before,), (after,) = cut_with(loss, 1, RematPolicy(), Least())
     assert kept(after) <= (1 + 3 + 3 / 4 + 0.5) * 32 * 64 * 4  # the input; of each layer a product and a mask, and rows of one
     assert kept(after) <= kept(before) / 2
+
+
+ON_GPU = policies_of("least", 1, "gpu")[0]
+
+
+def residuals(function, policy):
+    """The types of what is kept of a layer with a hidden width of 64, between two products."""
+    params = [jax.ShapeDtypeStruct(sizes, jnp.float32) for sizes in ((16, 64), (64,), (64, 16))]
+
+    def loss_fn(params, x):
+        return ((function(x @ params[0] + params[1]) @ params[2]) ** 2).mean()
+
+    loss = trace_loss(loss_fn, params, jax.ShapeDtypeStruct((32, 16), jnp.float32), None, has_aux=False)
+    ((code,),) = cut_with(loss, 1, policy)
+    return sorted(aval.dtype.name for aval in code.residuals if aval.shape == (32, 64))
+
+
+def normalised_relu(x):
+    return jax.nn.relu((x - x.mean(0)) * jax.lax.rsqrt(x.var(0) + 0.1))
+
+
+def test_on_accelerators_what_a_product_of_the_backward_reads_is_kept():
+    assert residuals(jax.nn.gelu, Least(1.0)) == ["float32"]
+    assert residuals(jax.nn.gelu, ON_GPU) == ["float32"] * 2
+
+
+def test_on_accelerators_a_relu_behind_a_normalisation_keeps_a_mask_and_one_behind_a_bias_does_not():
+    assert residuals(jax.nn.relu, ON_GPU) == residuals(jax.nn.relu, Least(1.0)) == ["float32"]
+    assert residuals(normalised_relu, ON_GPU) == ["bool", "float32", "float32"]
+    assert residuals(normalised_relu, Least(1.0)) == ["bool", "float32"]
+
+
+def test_no_random_model_keeps_more_than_everything_on_accelerators():
+    for seed in range(5):
+        check_random(seed, policy=ON_GPU, count=False)
 
 
 def test_a_loop_over_layers_keeps_half_and_multiplies_no_more():

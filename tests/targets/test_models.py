@@ -36,6 +36,7 @@ class Model(NamedTuple):
     shapes: object
     batch: object
     keyed: bool = True
+    stages: int = 2
 
 
 def shape(*sizes, dtype="float32"):
@@ -57,15 +58,16 @@ def gpt(depth=2, width=256, vocabulary=8192, length=256, batch=16, dropout=0.1):
 
 
 def resnet():
-    model = ResNet(num_classes=10, width=64, groups=(1, 1), dtype="bfloat16")
-    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
+    model = ResNet(num_classes=10, width=64, groups=(3, 3, 3), dtype="bfloat16")
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 64, 64, 3)))
     averages = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), variables["batch_stats"])
 
     def loss_fn(params, batch):
         logits, _ = model.apply({"params": params, "batch_stats": averages}, batch["x"], mutable=["batch_stats"])
         return cross_entropy(logits, batch["y"])
 
-    return Model(loss_fn, variables["params"], {"x": shape(256, 32, 32, 3), "y": shape(256, dtype="int32")}, keyed=False)
+    batch = {"x": shape(256, 64, 64, 3), "y": shape(256, dtype="int32")}
+    return Model(loss_fn, variables["params"], batch, keyed=False, stages=4)
 
 
 class Scanned(nn.Module):
@@ -107,7 +109,8 @@ def scanned():
 MODELS = {"gpt": gpt, "resnet": resnet, "scanned": scanned}
 
 
-def pipeline(model, stages=2, **options):
+def pipeline(model, stages=None, **options):
+    stages = stages or model.stages
     given = {"devices": jaxpp.target("h100", stages)} | options
     return jaxpp.Pipeline(model.loss_fn, optax.adamw(1e-3), num_stages=stages, num_microbatches=MICROBATCHES, **given)
 
@@ -197,7 +200,7 @@ def test_every_sum_of_gradients_is_added_to_in_place(compiled, name):
             assert len(aliased(instruction.call.as_text())) == len(line.donated), line.label
 
 
-@pytest.mark.parametrize(("name", "kernels", "moved"), [("gpt", 1.0, 1.0), ("resnet", 1.06, 1.13), ("scanned", 0.75, 0.65)])
+@pytest.mark.parametrize(("name", "kernels", "moved"), [("gpt", 1.0, 1.0), ("resnet", 1.02, 1.02), ("scanned", 0.75, 0.65)])
 def test_forwards_and_backwards_run_about_the_kernels_and_move_about_the_bytes_of_the_plain_step(compiled, name, kernels, moved):
     model, _, programs = compiled(name)
     own, whole = of_microbatches(programs), plain(model)

@@ -1,12 +1,12 @@
 """``Pipeline(hbm=...)``: what each stage does with its residuals so that a step fits, chosen when shapes are first seen.
 
 A stage keeps the least, which costs no time; or lets it wait in host memory (offload), which costs what the copies do not hide; or
-keeps its inputs only (recompute), which costs one more forward for each microbatch. What a device holds depends on its own stages
-alone, so the forecast says for each device that is too full which choices of its stages fit; of the choices of all devices, that
-with the shortest step on the virtual clock is taken. Nothing is measured if the step fits as it is.
+keeps a share of it, which costs the matrix products that are repeated; or its inputs only (recompute), which costs one more forward
+for each microbatch. What a device holds depends on its own stages alone, so the forecast says for each device that is too full
+which choices of its stages fit; of the choices of all devices, that with the shortest step on the virtual clock is taken. Nothing
+is measured if the step fits as it is.
 """
 
-import dataclasses
 import itertools
 import json
 import math
@@ -14,22 +14,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxpp.engine.engine import Engine, open_engine
+from jaxpp.engine.engine import Engine
 from jaxpp.errors import FitError
 from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
 from jaxpp.observe.memory.forecast import Forecast, forecast, forecast_of
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, step_liveness
+from jaxpp.observe.memory.remat_frontier import again_of
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.measure import action_times, copy_times
 from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.schedule.offload import offloads
-from jaxpp.stages.remat import RECOMPUTE, policies_of
+from jaxpp.stages.remat import policies_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.targets import device_name
 from jaxpp.types import Batch, Device, Key
 
-_Choice = tuple[str, ...]  # for each stage "least", "offload" or "recompute"
+_Way = str | float  # "least", "offload" or "recompute", or a share of the least
+_Choice = tuple[_Way, ...]  # for each stage
 
+_SHARES = (0.75, 0.5, 0.25)  # that are tried
+_IN_PLACE = ("least", "offload")  # ways that repeat nothing costly
 _MOST_STAGES = 2  # on one device, for which all combinations are tried
 _MOST_COMBINED = 1000  # combinations of what fits on each device, that are put on the clock
 _MOST_CHECKED = 8  # of these, that are forecast as a whole
@@ -89,22 +93,25 @@ class _Search:
         self.schedule, self.devices = first.options.schedule, [place.shown for place in first.placement.places]
         self.asked: _Choice = ("least",) * self.schedule.num_stages
         self.engines: dict[_Choice, Engine] = {self.asked: first}
+        self.known: dict[_Way, list[float]] = {}
         self.evaluator = Evaluator(self._seconds, self._peaks, room)
 
     def engine(self, choice: _Choice) -> Engine:
-        """The engine of a choice; stages that keep the least and are not recomputed share their programs."""
+        """The engine of a choice; it shares the programs of stages that run the same."""
         if choice not in self.engines:
-            first, offload = self.first, _offload(choice)
-            if "recompute" not in choice:
-                engine = first.with_schedule(self.schedule, offload)
-            else:
-                pairs = zip(choice, first.options.remat or (), strict=True)
-                remat = tuple(RECOMPUTE if way == "recompute" else kept for way, kept in pairs)
-                options = dataclasses.replace(first.options, remat=remat, offload=offload)
-                engine = open_engine(options, first.optimizer, first.layout.given, self.batch, self.key, like=first.layout)
-                engine = dataclasses.replace(engine, programs=first.programs)
-            self.engines[choice] = engine
+            platform = self.first.options.devices[0].platform
+            remat = tuple(policy for way in choice for policy in policies_of(way, 1, platform) or ())
+            self.engines[choice] = self.first.with_remat(remat, _offload(choice))
         return self.engines[choice]
+
+    def again(self, choice: _Choice) -> list[float]:
+        """How much of its forward each stage runs again in its backward."""
+        return [0.0 if way in _IN_PLACE else 1.0 if way == "recompute" else self._shares(way)[k] for k, way in enumerate(choice)]
+
+    def _shares(self, way: _Way) -> list[float]:
+        if way not in self.known:
+            self.known[way] = again_of(self.engine((way,) * self.schedule.num_stages), self.batch, self.key)
+        return self.known[way]
 
     def forecast(self, choice: _Choice, *, advise: bool = False) -> Forecast:
         return forecast(self.engine(choice), self.batch, self.key, self.room, self.waiting, advise=advise)
@@ -124,13 +131,13 @@ class _Search:
         """The cheapest choice that fits, or a FitError; ``full`` are the devices that have too little room for the least."""
         best = self._cheapest(self._fitting(full, ("offload",)))
         if best is None or self.evaluator.seconds(best) > self.evaluator.seconds(self.asked):
-            best = self._cheapest(self._fitting(full, ("offload", "recompute")))
+            best = self._cheapest(self._fitting(full, ("offload", *_SHARES, "recompute")))
         if best is None:
             tried = list(map(self.peaks, self.evaluator.weights))
             raise self.refusal(full, {device: min(peaks[device] for peaks in tried) for device in full})
         return best
 
-    def _fitting(self, full: Sequence[Device], ways: Sequence[str]) -> list[list[_Choice]]:
+    def _fitting(self, full: Sequence[Device], ways: Sequence[_Way]) -> list[list[_Choice]]:
         """For each of the devices the choices with which it fits, where no other device changes anything."""
         fitting: dict[Device, list[_Choice]] = {device: [] for device in full}
         for row in itertools.zip_longest(*(self._choices(device, ways) for device in full)):  # all devices at once
@@ -140,13 +147,17 @@ class _Search:
                     fitting[device].append(choice)
         return list(fitting.values())
 
-    def _choices(self, device: Device, ways: Sequence[str]) -> Iterator[_Choice]:
-        """The choices for the stages of a device, but that of changing nothing; of many stages, the first change."""
+    def _choices(self, device: Device, ways: Sequence[_Way]) -> Iterator[_Choice]:
+        """The choices for the stages of a device, but that of changing nothing; of many stages, the first change.
+
+        Several stages have the same share, if any.
+        """
         moves = {moved.forward.stage for moved in offloads(self.schedule.rows, (1,) * self.schedule.num_stages)}
         stages = [stage for stage, home in enumerate(self.devices) if home == device]
         for own in itertools.product(("least", *ways), repeat=len(stages)):
-            in_order = list(own) == sorted(own, key=("recompute", "offload", "least").index)
-            if set(own) == {"least"} or (len(stages) > _MOST_STAGES and not in_order):
+            shared = {way for way in own if isinstance(way, float)}
+            in_order = bool(shared) or list(own) == sorted(own, key=("recompute", "offload", "least").index)
+            if set(own) == {"least"} or (len(stages) > _MOST_STAGES and not in_order) or (shared and len(set(own)) > 1):
                 continue
             if all(stage in moves for stage, way in zip(stages, own, strict=True) if way == "offload"):
                 choice = dict(zip(stages, own, strict=True))
@@ -163,13 +174,13 @@ class _Search:
 
     def _rank(self, choice: _Choice) -> tuple[float, int, int]:
         """What is better is less: a shorter step, fewer stages that compute again, fewer that change."""
-        return round(self._longer(choice), 6), choice.count("recompute"), len(choice) - choice.count("least")
+        return round(self._longer(choice), 6), sum(way not in _IN_PLACE for way in choice), len(choice) - choice.count("least")
 
     def _longer(self, choice: _Choice) -> float:
         return self.evaluator.seconds(choice) / self.evaluator.seconds(self.asked)
 
     def _seconds(self, choice: _Choice) -> float:
-        costs = self._costs.recomputed([way == "recompute" for way in choice])
+        costs = self._costs.recomputed(self.again(choice))
         return step_seconds(self.schedule, costs, _offload(choice))
 
     @cached_property
@@ -188,7 +199,8 @@ class _Search:
                 alone = tuple(way if s == stage else "least" for s in range(len(choice)))
                 device = self.devices[stage]
                 sizes = f"peak {bytes_in_words(before[device])} -> {bytes_in_words(after[device])}"
-                changed.append(f"stage {stage}: {way} ({sizes}, step {self._longer(alone) - 1:+.0%})")
+                named = f"remat={way}" if isinstance(way, float) else way
+                changed.append(f"stage {stage}: {named} ({sizes}, step {self._longer(alone) - 1:+.0%})")
         return (*changed, f"all of it: step {self._longer(choice) - 1:+.0%}") if len(changed) > 1 else tuple(changed)
 
     def refusal(self, full: Sequence[Device], least: Mapping[Device, int]) -> FitError:

@@ -12,9 +12,9 @@ import numbers
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from jaxpp.engine.engine import Engine, open_engine
@@ -23,6 +23,7 @@ from jaxpp.errors import ArgumentError, JaxppError
 from jaxpp.observe.bound import StepBound, bound_of
 from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Life, Liveness, lasting_lives, liveness_of_all, step_liveness
+from jaxpp.observe.memory.remat_frontier import Frontier, frontier_of
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.place import Placement
@@ -91,6 +92,7 @@ class Forecast:
         changes: what would make it fit, the least slowdown first; empty if it fits, or if nothing that was tried fits.
         tried: what was looked at, in words.
         bound: the least time of a step on these devices; None where their numbers are not known (``jaxpp.targets``).
+        source: what makes the ``frontier()``; None for forwards.
     """
 
     liveness: Liveness
@@ -100,6 +102,31 @@ class Forecast:
     changes: tuple[Change, ...] = ()
     tried: str = _TRIED["update"]
     bound: StepBound | None = None
+    source: Callable[[], Frontier] | None = field(default=None, repr=False, compare=False)
+
+    def frontier(self) -> Frontier:
+        """What each way to keep residuals costs: ``remat="keep"``, ``"least"``, shares of it, ``"recompute"`` and ``"offload"``.
+
+        The stages are built with each way, and nothing is compiled; the second call returns the same.
+
+        Raises:
+            ArgumentError: this is no forecast of a step: forwards keep nothing.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, jaxpp, optax
+            >>> def loss_fn(params, x):
+            ...     for w in params:
+            ...         x = jnp.tanh(x @ w) @ w
+            ...     return (x**2).mean()
+            >>> pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=4)
+            >>> frontier = pipe.forecast([jnp.ones((16, 16))] * 4, jnp.ones((32, 16))).frontier()
+            >>> frontier.ways[0].remat, frontier.ways[0].repeated, frontier.ways[-1].repeated > 0
+            ('keep', 0.0, True)
+        """
+        if self.source is None:
+            rule, fix = "a step has a frontier: it keeps residuals, and forwards keep none", "call pipe.forecast(...).frontier()"
+            raise ArgumentError("forecast.frontier()", rule, "a forecast of forwards", fix)
+        return self.source()
 
     @property
     def peaks(self) -> dict[Device, int]:
@@ -200,7 +227,8 @@ def forecast(
         beside += [held[name]._replace(ends=end) for name in waiting]
     found = forecast_of(dataclasses.replace(liveness, lives=(*liveness.lives, *beside)), engine.placement, room)
     if base is None and advise:
-        found = dataclasses.replace(found, bound=bound_of(engine, batch, key, purpose))
+        source = cache(partial(frontier_of, engine, batch, key)) if purpose == "update" else None
+        found = dataclasses.replace(found, bound=bound_of(engine, batch, key, purpose), source=source)
     if found.fits or room is None or not advise:
         return found
     if purpose == "forward":

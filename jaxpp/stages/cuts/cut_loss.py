@@ -104,7 +104,7 @@ def uncut(loss: TracedLoss, kept: RematPolicy, *, train: bool = True) -> tuple[S
     loss, homes = replace(loss, graph=_Numbered(**parts, positions=numbers)), _homes(loss, 0, (0,) * len(loss.state))
     piece = partition_stages(loss.graph, [0 if i in on_spine else None for i in range(len(numbers))], homes).get(0, Piece())
     builder = StageBuilder(loss, 0, (0,) * len(loss.params), homes, train=train)
-    programs = builder.colored(0, piece, kept)[0]
+    programs = builder.colored(0, piece, kept)
     return programs, [tuple(map(int, _POSITION.findall(name)[-1:])) for name in programs.traced.graph.names]
 
 
