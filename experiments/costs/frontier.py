@@ -7,6 +7,7 @@ convolutions that their backwards run again. ``tests/stages/test_frontier.py`` c
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import optax
@@ -128,7 +129,7 @@ def frontiers(config: Config) -> Mapping[str, Frontier]:
     schedule = jaxpp.schedule.make(config.schedule, num_ranks=config.stages, num_microbatches=config.microbatches)
     for model in config.models:
         problem, key = PROBLEMS[model](sizes, config.compute), jax.random.key(0)
-        counts = {"num_stages": schedule.num_stages, "num_microbatches": config.microbatches}
+        counts: dict[str, Any] = {"num_stages": schedule.num_stages, "num_microbatches": config.microbatches}
         with noted(f"This was the model {model}."):
             pipe = jaxpp.Pipeline(problem.loss_fn, optax.adamw(1e-3), schedule=schedule, **counts)
             pipe.abstract_state(jax.eval_shape(problem.init, key), problem.batch)
