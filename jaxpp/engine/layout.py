@@ -1,11 +1,12 @@
 """What the first batch decides, and later ones keep: where the loss is cut, which stage owns each leaf, and how it is held."""
 
 import bisect
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import jax
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.sharding_rules import opt_specs_of, specs_of
 from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
-from jaxpp.errors import warn
+from jaxpp.errors import ScheduleError, warn
 from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gradients
 from jaxpp.optim.update import Update, opt_name
 from jaxpp.options import Options
@@ -29,13 +30,14 @@ from jaxpp.runtime.place import Placement
 from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import makespans
+from jaxpp.schedule.clock import length
+from jaxpp.schedule.registry import make
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven
 from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
-from jaxpp.stages.cuts.by_step import Lengths, Links, Stages, balance_step, step_costs
+from jaxpp.stages.cuts.by_step import Lengths, Links, PerStage, balance_step, step_costs
 from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy, with_copies
 from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.jaxpr import shapes_of
@@ -267,7 +269,9 @@ class _Layouts:
         return (
             balance(loss, count)
             if loss.step is None
-            else balance_step(loss, count, self.links or links_of(self.options.placement), lengths_of(self.options.schedule))
+            else balance_step(
+                loss, count, self.links or links_of(self.options.placement), lengths_of(cutting_schedule(self.options.schedule))
+            )
         )
 
     def _estimated(self, loss: TracedLoss) -> TracedLoss:
@@ -291,12 +295,30 @@ def links_of(placement: Placement) -> Links:
 def lengths_of(schedule: Schedule) -> Lengths:
     """The clock of a schedule for many cuts at once."""
 
-    def lengths(forward: Stages, input_grad: Stages, weight_grad: Stages, hops: np.ndarray) -> np.ndarray:
-        both = input_grad + weight_grad
-        durations = {Kind.F: forward.T, Kind.B: both.T, Kind.I: input_grad.T, Kind.W: weight_grad.T}
-        return makespans(schedule.order, schedule.stage_to_rank, durations, hops.T)
+    def lengths(forward: PerStage, input_grad: PerStage, weight_grad: PerStage, hops: PerStage) -> np.ndarray:
+        costs = {Kind.F: forward, Kind.B: input_grad + weight_grad, Kind.I: input_grad, Kind.W: weight_grad}
+        durations = {kind: cast("Sequence[float]", each.T) for kind, each in costs.items()}
+        larger = cast("Callable[[float, float], float]", np.maximum)
+        return np.asarray(length(schedule.order, schedule.stage_to_rank, durations, cast("Sequence[float]", hops.T), larger))
 
     return lengths
+
+
+def cutting_schedule(schedule: Schedule) -> Schedule:
+    """The schedule by whose clock a loss is cut: one for all that place stages and divide backwards alike.
+
+    So they cut alike, and those that add in the same order give the same bits.
+    """
+    if schedule.forward_only:
+        return schedule
+    splits = any(action.kind == Kind.I for action in schedule.order)
+    per_rank, left = divmod(schedule.num_stages, schedule.num_ranks)
+    for name in ("zb-h1" if splits else "1f1b", "interleaved", "zb-v"):
+        with contextlib.suppress(ScheduleError):  # of other numbers of stages a rank, or of microbatches
+            found = make(name, schedule.num_ranks, schedule.num_microbatches, per_rank)
+            if not left and found.stage_to_rank == schedule.stage_to_rank:
+                return found
+    return schedule
 
 
 def speed_up(schedule: Schedule, placement: Placement, cut: CutLoss) -> float:

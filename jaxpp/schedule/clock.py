@@ -10,7 +10,7 @@ import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.offload import Offloaded
@@ -203,17 +203,22 @@ def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timi
     return Times(tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(links.done.values()) if links else ())
 
 
-def makespans(order: ActionRow, stage_to_rank: Sequence[int], durations: Mapping[Kind, Any], hops: Any) -> Any:
-    """The makespans of a schedule under many costs at once, as arrays of NumPy: ``durations[kind][stage]``, ``hops[boundary]``.
+def length(
+    order: ActionRow,
+    stage_to_rank: Sequence[int],
+    durations: Mapping[Kind, Sequence[Number]],
+    hops: Sequence[Number],
+    larger: Callable[[Number, Number], Number] = max,
+) -> Number:
+    """The makespan of a schedule from what actions take, ``durations[kind][stage]``, and sends, ``hops[boundary]``: as ``replay``.
 
-    ``order`` is one in which the actions can run, with those of a rank in the order of its row. The same numbers as ``replay``.
+    ``order`` is one in which the actions can run, with those of a rank in the order of its row. Arrays in place of numbers,
+    with NumPy's maximum as ``larger``, give the makespans under many costs at once.
     """
-    import numpy as np  # noqa: PLC0415  (the room is there without it)
-
     wiring = _wiring([order], len(stage_to_rank), None)
     awaited = {beside for _, beside, *_ in map(wiring, order)}
-    free: dict[int, Any] = dict.fromkeys(stage_to_rank, 0.0)
-    done: dict[int, Any] = {}
+    free: dict[int, Number] = dict.fromkeys(stage_to_rank, 0.0)
+    done: dict[int, Number] = {}
     for action in order:
         _, beside, result, arrives, _ = wiring(action)
         rank = stage_to_rank[action.stage]
@@ -221,11 +226,11 @@ def makespans(order: ActionRow, stage_to_rank: Sequence[int], durations: Mapping
         if beside >= 0:
             neighbour = action.stage + (1 if action.kind in (Kind.B, Kind.I) else -1)
             sent = stage_to_rank[neighbour] != rank
-            start = np.maximum(start, done[beside] + hops[arrives] if sent else done[beside])
+            start = larger(start, done[beside] + hops[arrives] if sent else done[beside])
         free[rank] = end = start + durations[action.kind][action.stage]
         if result in awaited:
             done[result] = end
-    return functools.reduce(np.maximum, free.values())
+    return functools.reduce(larger, free.values())
 
 
 _Wiring = Callable[[Action], tuple[int, int, int, int, int]]

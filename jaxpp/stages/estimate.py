@@ -37,7 +37,7 @@ class Rates(NamedTuple):
     network: float
 
 
-class StepCosts(NamedTuple):
+class SpineCosts(NamedTuple):
     """What F, I and W of one microbatch take in seconds, at each position of the spine."""
 
     forward: tuple[float, ...]

@@ -42,7 +42,7 @@ def test_the_table_of_a_forward_keeps_nothing_and_says_what_the_last_stage_retur
     found, _ = forward
     assert "schedule: forward, 4 stages, 3 microbatches" in repr(found)
     head, *_ = str(found.stages).splitlines()
-    assert head.split() == ["stage", "device", "modules", "params", "bytes", "FLOPs", "share", "sends"]
+    assert head.split() == ["stage", "device", "modules", "params", "bytes", "F", "share", "sends"]
     assert [stage.sends for stage in found.stages[:3]] == [(f"f32[2,16] to {k}",) for k in (1, 2, 3)]
     assert found.stages[3].sends == ("f32[] as output", "f32[2,16] as output")
     assert "loss" not in str(found.stages) and "kept" not in found.stages._repr_html_()

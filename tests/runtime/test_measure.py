@@ -57,7 +57,5 @@ def test_stages_are_really_measured():
 
 
 def test_an_unknown_balance_is_refused():
-    with pytest.raises(
-        ArgumentError, match=r'stages are balanced by "flops", counted, by "time", measured, or by "memory", estimated'
-    ):
+    with pytest.raises(ArgumentError, match=r'cut by "cost" \(estimated\), "flops" \(counted\), "time" \(measured\) or "memory"'):
         owned(loss_fn, PARAMS, balance="seconds")

@@ -21,7 +21,7 @@ from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.cuts import by_step
 from jaxpp.stages.cuts.balance import REAL_WORK, SLACK, balance
 from jaxpp.stages.cuts.by_step import Links, balance_step
-from jaxpp.stages.estimate import StepCosts
+from jaxpp.stages.estimate import SpineCosts
 from jaxpp.stages.loss.traced_loss import trace_loss
 
 
@@ -44,7 +44,7 @@ def randomly(rng, size):
     forward, input_grad, weight_grad = rng.gamma(1.0, 1.0, (3, size)) * rng.choice([1.0, 1.0, 6.0], (3, size))
     first = int(rng.integers(0, size // 2)) * int(rng.integers(0, 2))
     weight_grad[:first] = input_grad[: first + 1] = 0.0
-    return replace(loss, step=StepCosts(tuple(forward), tuple(input_grad), tuple(weight_grad), first))
+    return replace(loss, step=SpineCosts(tuple(forward), tuple(input_grad), tuple(weight_grad), first))
 
 
 def simulated(loss, cuts, links, schedule):
@@ -113,7 +113,7 @@ WIDTHS = [64, 64, 64, 64, 2, 64, 64]  # an even cut has a boundary of 64 values;
 
 def test_a_slow_link_moves_the_cut_to_the_narrow_place_even_where_that_is_uneven():
     loss = products(WIDTHS)
-    loss = replace(loss, step=StepCosts(loss.flops, loss.flops, loss.flops, 0))
+    loss = replace(loss, step=SpineCosts(loss.flops, loss.flops, loss.flops, 0))
     total, wide, lengths = sum(loss.costs), 8 * 64 * 4, lengths_of(make_for_stages("1f1b", num_stages=2, num_microbatches=8))
     crossed = {}
     for cost in (1e-6, 1.0):  # of a wide boundary, in parts of all work

@@ -10,7 +10,6 @@ import bisect
 import difflib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -77,7 +76,7 @@ def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
     return high
 
 
-def faults(loss: TracedLoss, num_stages: int) -> Callable[[np.ndarray, Any], np.ndarray]:
+def faults(loss: TracedLoss, num_stages: int) -> Callable[[np.ndarray, np.ndarray | int], np.ndarray]:
     """Counts what stages from some starts to some ends lack: real work (by how many hundreds too little), products, parameters."""
     total = prefix_sums(loss)
     floor, least = REAL_WORK * float(total[-1]) / num_stages, 1e-15 * float(total[-1])
@@ -86,7 +85,7 @@ def faults(loss: TracedLoss, num_stages: int) -> Callable[[np.ndarray, Any], np.
     ends = np.arange(len(total))
     last = [np.asarray([-1, *at])[np.searchsorted(np.asarray(at, int), ends)] for at in (reading, products)]
 
-    def lacking(starts: np.ndarray, ends: Any) -> np.ndarray:
+    def lacking(starts: np.ndarray, ends: np.ndarray | int) -> np.ndarray:
         work = np.maximum(total[ends] - total[starts], least)
         idle = np.ceil(np.log(np.maximum(floor / work, 1.0)) / np.log(100.0))
         return idle + (starts > last[0][ends]) + (starts > last[1][ends])
@@ -308,8 +307,8 @@ def uneven(loss: TracedLoss, cuts: Cuts) -> UnevenStagesWarning | None:
     stages = [costs[start:end] for start, end in zip([0, *cuts], [*cuts, len(costs)], strict=True)]
     sums = [float(stage.sum()) for stage in stages]
     total, largest = sum(sums), int(np.argmax(sums))
-    if sums[largest] <= UNEVEN * total / num_stages:
-        return None
+    if sums[largest] <= UNEVEN * total / num_stages or (least_largest(loss, num_stages) or total) <= UNEVEN * total / num_stages:
+        return None  # else other cuts are more even, and would take longer
     start = [0, *cuts][largest]
     weights: dict[str, float] = {}
     for k, cost in enumerate(stages[largest], start):

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 
 from jaxpp.stages.cuts.balance import SLACK, Cuts, balance, balance_within, faults, prefix_sums
 from jaxpp.stages.cuts.cut_loss import uncut
-from jaxpp.stages.estimate import Rates, StepCosts, seconds_of
+from jaxpp.stages.estimate import Rates, SpineCosts, seconds_of
 from jaxpp.stages.graph import Graph, Piece
 from jaxpp.stages.jaxpr import variables
 from jaxpp.stages.loss.traced_loss import TracedLoss
@@ -28,8 +28,8 @@ _FEW = 4096  # Up to how many cuts all are tried
 _AT_ONCE = 1024  # How many are tried at once
 _GROUPS = 4  # How many neighbouring boundaries are moved together at most
 
-Stages = Float[np.ndarray, "cuts stages"]
-Lengths = Callable[[Stages, Stages, Stages, Float[np.ndarray, "cuts boundaries"]], Float[np.ndarray, " cuts"]]
+PerStage = Float[np.ndarray, "cuts stages"]
+Lengths = Callable[[PerStage, PerStage, PerStage, Float[np.ndarray, "cuts boundaries"]], Float[np.ndarray, " cuts"]]
 """The lengths of the step under many cuts: from what F, I and W of each stage take, and a send across each boundary."""
 
 
@@ -45,7 +45,7 @@ class Links:
         return Links(*(tuple(factor * seconds for seconds in costs) for costs in (self.per_send, self.per_byte)))
 
 
-def step_costs(loss: TracedLoss, kept: RematPolicy, rates: Rates) -> StepCosts:
+def step_costs(loss: TracedLoss, kept: RematPolicy, rates: Rates) -> SpineCosts:
     """What F, I and W of each spine equation take, where forwards keep what ``kept`` says; of a function that only F has.
 
     What comes from no equation of the spine costs nothing, such as the sum of the gradients of a leaf's rows: the cut divides that.
@@ -66,7 +66,7 @@ def step_costs(loss: TracedLoss, kept: RematPolicy, rates: Rates) -> StepCosts:
         for at in where[i]:
             costs[1 if lowest[i] < at else 2, at] += seconds
     rows = (tuple(row) for row in costs.tolist())
-    return StepCosts(next(rows), next(rows), next(rows), min(reached.values(), default=end))
+    return SpineCosts(next(rows), next(rows), next(rows), min(reached.values(), default=end))
 
 
 def _seconds(graph: Graph, piece: Piece, rates: Rates) -> Iterator[tuple[int, float]]:
@@ -103,7 +103,7 @@ class _Search:
     """Looks for the cut with the shortest step, among those whose stages lack no more than those of ``like``."""
 
     def __init__(self, loss: TracedLoss, links: Links, lengths: Lengths, like: Cuts):
-        costs = loss.timed or StepCosts(loss.flops, (0.0,) * len(loss.spine), (0.0,) * len(loss.spine), 0)
+        costs = loss.timed or SpineCosts(loss.flops, (0.0,) * len(loss.spine), (0.0,) * len(loss.spine), 0)
         self._lengths, self._first, self._size = lengths, costs.first, len(loss.spine)
         self._before = [np.concatenate([[0.0], np.cumsum(each)]) for each in costs[:3]]
         moved = np.asarray(loss.boundary_bytes, float)

@@ -26,7 +26,7 @@ from jax.tree_util import KeyPath
 
 from jaxpp.errors import JaxppError, LossError, OutputError, ParamsError
 from jaxpp.stages.cost import count_bytes, count_flops
-from jaxpp.stages.estimate import StepCosts
+from jaxpp.stages.estimate import SpineCosts
 from jaxpp.stages.graph import Graph, descendants, inline_remat, trace
 from jaxpp.stages.jaxpr import CHEAP, Atom, Checkpoint, aval_of, describe, is_ordered, kind_of, variables
 from jaxpp.stages.layers import Layers, Read, first_reads, place_rows, split_scans
@@ -85,7 +85,7 @@ class TracedLoss:
     remat: Checkpoint | None  # checkpoints a stage the way the user checkpointed the whole loss
     frozen: frozenset[int] = frozenset()  # the parameter leaves whose gradient nobody wants
     layers: tuple[Layers, ...] = ()  # what loops over layers were split into
-    step: StepCosts | None = None  # what each spine equation takes in a step, if the stages are balanced by that
+    step: SpineCosts | None = None  # what each spine equation takes in a step, if the stages are balanced by that
     clock: tuple[tuple[float, float], ...] = ()  # where measured, after which part of the costs which part of the time has passed
     shared: frozenset[int] = frozenset()  # the batch leaves that every microbatch gets as they are
     stacks: tuple[tuple[str, int], ...] = ()  # of each parameter leaf the user's leaf, and which row of that is its first
@@ -229,7 +229,7 @@ class TracedLoss:
         return self.flops if self.timed is None else self.timed.total
 
     @cached_property
-    def timed(self) -> StepCosts | None:
+    def timed(self) -> SpineCosts | None:
         """What each spine equation takes in a step: as it was estimated or, where there is a clock, measured."""
         if self.step is None or not self.clock:
             return self.step
@@ -239,7 +239,7 @@ class TracedLoss:
         times = np.diff(np.interp(ends / (ends[-1] or 1.0), work, passed)) * ends[-1]
         rates = times / np.where(total > 0, total, 1.0)
         forward, input_grad, weight_grad = (tuple(rates * np.asarray(costs)) for costs in self.step[:3])
-        return StepCosts(forward, input_grad, weight_grad, self.step.first)
+        return SpineCosts(forward, input_grad, weight_grad, self.step.first)
 
     @cached_property
     def own_paths(self) -> tuple[str, ...]:
