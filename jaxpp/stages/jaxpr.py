@@ -326,6 +326,44 @@ def window_of(eqn: JaxprEqn, integer: Callable[[Atom], int | None]) -> Window | 
     return None
 
 
+def grouped_rows(eqn: JaxprEqn) -> int | None:
+    """How many rows of its operand each row of the result has, where an equation only puts rows together; None for any other."""
+    if kind_of(eqn) != "reshape" or not aval_of(eqn.invars[0]).shape:
+        return None
+    (rows, *rest), shape = aval_of(eqn.invars[0]).shape, tuple(aval_of(eqn.outvars[0]).shape)
+    groups = shape[0] if shape[2:] == tuple(rest) and len(shape) == len(rest) + 2 else 0
+    return rows // groups if groups and rows == groups * shape[1] else None
+
+
+class Lookup(NamedTuple):
+    """Rows of an operand, in the order that ``indices`` say: an embedding."""
+
+    indices: Atom  # one column
+    rows: Callable[[jax.Array, jax.Array], jax.Array]  # of an operand at indices; zeros for an index that lies outside
+    batch_axes: tuple[int, ...]  # the axes of the result that are those of the indices
+    fill: Leaf | None  # what stands in the result for an index that lies outside; None: the nearest row
+
+
+def lookup_of(eqn: JaxprEqn) -> Lookup | None:
+    """A gather of whole rows; None for any other equation."""
+    if kind_of(eqn) != "gather":
+        return None
+    named, shape, result = eqn.params["dimension_numbers"], tuple(aval_of(eqn.invars[0]).shape), aval_of(eqn.outvars[0])
+    plain = (named.collapsed_slice_dims, named.start_index_map, named.operand_batching_dims) == ((0,), (0,), ())
+    modes, mode = jax.lax.GatherScatterMode, eqn.params["mode"]
+    fills = mode == modes.FILL_OR_DROP
+    if not plain or tuple(eqn.params["slice_sizes"]) != (1, *shape[1:]) or mode not in (modes.CLIP, modes.PROMISE_IN_BOUNDS, modes.FILL_OR_DROP):
+        return None
+    given = {name: eqn.params[name] for name in ("dimension_numbers", "slice_sizes", "unique_indices", "indices_are_sorted")}
+    rows = functools.partial(jax.lax.gather, **given, mode=modes.FILL_OR_DROP, fill_value=0)
+    fill = eqn.params["fill_value"]
+    floating = np.issubdtype(result.dtype, np.inexact) or result.dtype == jax.numpy.bfloat16
+    if fills and fill is None and not floating:
+        return None
+    batch_axes = tuple(axis for axis in range(len(result.shape)) if axis not in named.offset_dims)
+    return Lookup(eqn.invars[1], rows, batch_axes, (np.nan if fill is None else fill) if fills else None)
+
+
 def sliced_like(eqn: JaxprEqn, operand: Atom, start: int, stop: int) -> JaxprEqn | None:
     """A slice of rows of ``operand`` made from an equation that slices something else, without tracing; None if it does not."""
     if kind_of(eqn) != "slice":

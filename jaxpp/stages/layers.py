@@ -7,6 +7,7 @@ first owns them (``first_reads``, ``rows_between``); from then on they are read 
 """
 
 import bisect
+import functools
 import itertools
 import operator
 import posixpath
@@ -29,9 +30,11 @@ from jaxpp.stages.jaxpr import (
     concatenated_rows,
     equations_of,
     function_of,
+    grouped_rows,
     is_cast,
     kind_of,
     length_of,
+    lookup_of,
     module_path,
     new_variable,
     scan_of,
@@ -79,7 +82,7 @@ class _Splitter(Rewriter):
     def __init__(self, params: frozenset[Var], state: frozenset[Var], per_layer: bool):
         super().__init__()
         self.layers: list[Layers] = []
-        self._params, self._state, self._per_layer = params | state, set[Atom](state), per_layer
+        self._views, self._state, self._per_layer = set[Atom](params | state), set[Atom](state), per_layer
         self._loops = 0
         self._parts: dict[Atom, list[tuple[int, Atom]]] = {}
         self._casts: dict[Atom, JaxprEqn] = {}
@@ -87,10 +90,13 @@ class _Splitter(Rewriter):
 
     def add(self, eqn: JaxprEqn, name: str) -> None:
         joined = concatenated_rows(eqn)
-        if joined and self._params.issuperset(joined):
+        if joined and self._views.issuperset(joined):
             starts = itertools.accumulate((aval_of(atom).shape[0] for atom in joined[:-1]), initial=0)
             self._parts[eqn.outvars[0]] = list(zip(starts, joined, strict=True))
             self._state.update(eqn.outvars if self._state.issuperset(joined) else ())
+        operand = variables(eqn.invars[:1])
+        if operand and operand[0] in self._views and operand[0] not in self._state and _keeps_rows(eqn):
+            self._views.update(eqn.outvars)
         if self._is_made(eqn):
             start, stop = (eqn.params[name][0] for name in ("start_indices", "limit_indices"))
             self.replaced[eqn.outvars[0]] = self._rows(eqn.invars[0], start, stop, name)
@@ -105,21 +111,17 @@ class _Splitter(Rewriter):
 
     def _is_made(self, eqn: JaxprEqn) -> bool:
         """Whether an equation takes whole rows of what a loop that was split has made of each layer."""
-        if kind_of(eqn) != "slice" or eqn.invars[0] not in self._made:
-            return False
-        window = window_of(eqn, lambda _: None)
-        shape = aval_of(eqn.invars[0]).shape
-        return window is not None and window[:2] == ((window.start[0], *[0] * (len(shape) - 1)), (window.stop[0], *shape[1:]))
+        return _takes_rows(eqn) and eqn.invars[0] in self._made
 
     def _stacked(self, eqn: JaxprEqn, loop: Scan) -> tuple[Var, ...]:
         return tuple(var for var in variables(eqn.invars[loop.num_before :]) if self._is_stacked(var))
 
     def _is_stacked(self, atom: Atom) -> bool:
-        """Whether a value is a parameter, or a parameter put together from slices, or a cast of either."""
+        """Whether a value is a parameter, or rows of it, or put together from slices of it, or a cast of these."""
         if isinstance(atom, Literal):
             return False
         origin = self._origin(atom)
-        return bool(aval_of(atom).shape) and (origin in self._params or origin in self._parts)
+        return bool(aval_of(atom).shape) and (origin in self._views or origin in self._parts)
 
     def _origin(self, atom: Atom) -> Atom:
         while atom in self._casts:
@@ -167,6 +169,20 @@ class _Splitter(Rewriter):
         if sum(aval_of(part).shape[0] for part in inside) < stop - start:
             return self.call(lambda whole: jax.lax.slice_in_dim(whole, start, stop), [atom], name)[0]
         return _joined(self, inside, name)
+
+
+def _keeps_rows(eqn: JaxprEqn) -> bool:
+    """Whether the rows of an equation's result are those of its operand: cast, only some of them, or put together."""
+    return is_cast(eqn) or _takes_rows(eqn) or grouped_rows(eqn) is not None
+
+
+def _takes_rows(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes consecutive whole rows."""
+    window = window_of(eqn, lambda _: None) if kind_of(eqn) == "slice" and not isinstance(eqn.invars[0], Literal) else None
+    if window is None or set(window.strides) != {1}:
+        return False
+    shape = aval_of(eqn.invars[0]).shape
+    return window[:2] == ((window.start[0], *[0] * (len(shape) - 1)), (window.stop[0], *shape[1:]))
 
 
 def _joined(rewriter: Rewriter, parts: Sequence[Atom], name: str) -> Atom:
@@ -231,21 +247,22 @@ class _RowSlice(NamedTuple):
 def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tuple[Read, ...]:
     """Where the rows of each parameter that is read by rows anywhere are first needed; all of them where it is read whole."""
     numbers = _Integers()
-    views = {var: (leaf, 0, aval_of(var).shape[0]) for leaf, var in enumerate(params) if aval_of(var).shape}
-    views_of: list[tuple[Var, int, int, int]] = [(var, *view) for var, view in views.items()]
+    views = {var: (leaf, 0, 1) for leaf, var in enumerate(params) if aval_of(var).shape}  # a leaf, its first row, rows a row
+    views_of = [(var, leaf, 0, aval_of(var).shape[0]) for var, (leaf, _, _) in views.items()]
     passing: set[int] = set()
     for i, eqn in enumerate(graph.eqns):
         numbers.add(eqn)
         operand = _operand(eqn)
         view = None if operand is None else views.get(operand)
-        results = None if view is None else _follow(eqn, numbers)
+        grouped = grouped_rows(eqn)
+        results = None if view is None else [_RowSlice(0, aval_of(eqn.invars[0]).shape[0])] if grouped else _follow(eqn, numbers)
         if view is not None and results is not None:
             passing.add(i)
+            leaf, first, size = view
             for var, (start, stop, finish) in zip(eqn.outvars, results, strict=True):
-                rows = (view[0], view[1] + start, view[1] + stop)
-                views_of.append((var, *rows))
+                views_of.append((var, leaf, first + size * start, first + size * stop))
                 if finish is None:
-                    views[var] = rows
+                    views[var] = (leaf, first + size * start, size * (grouped or 1))
     needed = _first_needs(graph, spine, passing)
     divided = {leaf for _, leaf, start, stop in views_of if stop - start < aval_of(params[leaf]).shape[0]}
     read = ((var, leaf, start, stop) for var, leaf, start, stop in views_of if leaf in divided and var in needed)
@@ -255,17 +272,16 @@ def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tu
 def rows_between(params: Sequence[Var], reads: Sequence[Read], cuts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The rows of each slice of each parameter; empty for a parameter that is not sliced.
 
-    Rows belong to the first stage that reads them, and rows that nothing reads to the stage of the row before.
+    Rows of one slice are read by the same stages, of which the first owns them; rows that nothing reads go with the row before.
     """
-    unread = len(cuts) + 1
     stages: dict[int, np.ndarray] = {}
     for leaf, start, stop, position in reads:
-        rows = stages.setdefault(leaf, np.full(aval_of(params[leaf]).shape[0], unread))
-        np.minimum(rows[start:stop], bisect.bisect_right(cuts, position), out=rows[start:stop])
+        rows = stages.setdefault(leaf, np.zeros((aval_of(params[leaf]).shape[0], len(cuts) + 1), dtype=bool))
+        rows[start:stop, bisect.bisect_right(cuts, position)] = True
     sizes: list[tuple[int, ...]] = [()] * len(params)
     for leaf, rows in stages.items():
-        read = np.flatnonzero(rows < unread)
-        first = np.flatnonzero(np.diff(rows[read])) + 1  # the first row of another stage, among the rows that are read
+        read = np.flatnonzero(rows.any(axis=1))
+        first = np.flatnonzero((rows[read[1:]] != rows[read[:-1]]).any(axis=1)) + 1  # of other stages, among the rows that are read
         if len(first):
             sizes[leaf] = tuple(np.diff([0, *read[first], len(rows)]).tolist())
     return tuple(sizes)
@@ -316,6 +332,8 @@ class _Placer(Rewriter):
             self.stacks[eqn.outvars[0]] = joined
         operand = _operand(eqn)
         results = _follow(eqn, self._numbers) if operand in self.stacks else None
+        if operand in self.stacks and len(self.stacks[operand]) > 1 and (self._group(eqn, name) or self._look_up(eqn, name)):
+            return
         if results is None:
             self.emit(eqn, name)
         elif kind_of(eqn) in ELEMENTWISE:
@@ -329,6 +347,42 @@ class _Placer(Rewriter):
                 if finish is None:
                     self.stacks[result] = tuple(rows)
                 self.replaced[var] = result if finish is None else self.call(finish, [result], name)[0]
+
+    def _group(self, eqn: JaxprEqn, name: str) -> bool:
+        """Whether an equation puts rows together so that none are of two slices; then those of each slice are put together."""
+        parts, size = self.stacks[eqn.invars[0]], grouped_rows(eqn)
+        if size is None or any(aval_of(part).shape[0] % size for part in parts):
+            return False
+
+        def group(part: jax.Array) -> jax.Array:
+            return part.reshape(-1, size, *part.shape[1:])
+
+        grouped = [self.call(group, [part], name)[0] for part in parts]
+        self.replaced[eqn.outvars[0]] = whole = _joined(self, grouped, name)
+        self.stacks[whole] = tuple(grouped)
+        return True
+
+    def _look_up(self, eqn: JaxprEqn, name: str) -> bool:
+        """Whether an equation looks rows up by data; then each slice is asked for its rows, and what all of them find is added."""
+        found, parts = lookup_of(eqn), self.stacks[eqn.invars[0]]
+        if found is None:
+            return False
+        starts = list(itertools.accumulate((aval_of(part).shape[0] for part in parts), initial=0))
+
+        def look_up(indices: jax.Array, *parts: jax.Array) -> jax.Array:
+            indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
+            near = jnp.clip(indices, 0, starts[-1] - 1)
+            asked = near if found.fill is None else indices
+            result = functools.reduce(
+                operator.add, (found.rows(part, asked - start) for part, start in zip(parts, starts, strict=False))
+            )
+            if found.fill is None:
+                return result
+            inside = jax.lax.broadcast_in_dim((near == indices)[..., 0], result.shape, found.batch_axes)
+            return jnp.where(inside, result, jnp.asarray(found.fill, result.dtype))
+
+        (self.replaced[eqn.outvars[0]],) = self.call(look_up, [found.indices, *parts], name)
+        return True
 
     def _elementwise(self, eqn: JaxprEqn, whole: Atom | None, part: Atom, name: str) -> Var:
         out = new_variable(eqn.outvars[0], aval_of(part).shape)
