@@ -11,11 +11,13 @@ So the derivative of an iteration keeps ``L`` and makes the logits of its slice 
 and the loop runs over rows of a parameter; therefore it is cut between two iterations, as a loop over layers is.
 """
 
+import functools
+import math
 import numbers
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from jaxpp.errors import ArgumentError, shown
@@ -24,7 +26,8 @@ from jaxpp.stages.jaxpr import describe
 
 __all__ = ["linear_cross_entropy"]
 
-_ROWS = 1024  # of a slice, unless the user says how many slices there are
+_ROWS = 768  # of a slice, unless the user says how many slices there are
+_SCOPE = functools.partial(jax.named_scope, "linear_cross_entropy")  # What tables of stages call the loop
 _Carry = tuple[jax.Array, ...]  # of each token: the log of the sum of exponentials, the label's logit, and the sum of logits if asked
 
 
@@ -55,7 +58,7 @@ def linear_cross_entropy(  # noqa: PLR0913  (the terms of the loss)
         table: the weights of the projection. They may be those of the embedding (tied), for which nothing need be written.
         labels: the word that is right for each token, from 0 to ``vocab - 1``. Any other label makes the loss NaN.
         num_slices: into how many slices of ``ceil(vocab / num_slices)`` rows the vocabulary is divided; the last may have fewer rows.
-            By default slices have about 1,024 rows. More slices take less memory and can be cut more evenly; fewer have larger
+            By default slices have 768 rows. More slices take less memory and can be cut more evenly; fewer have larger
             products.
         label_smoothing: the share of the label's weight that is spread evenly over the whole vocabulary.
         z_loss: what the square of the logarithm of the sum of exponentials is multiplied by and added to the loss.
@@ -91,18 +94,18 @@ def linear_cross_entropy(  # noqa: PLR0913  (the terms of the loss)
     rows = min(_ROWS, vocab) if num_slices is None else -(-vocab // int(num_slices))
     length = vocab // rows
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-    with jax.named_scope("linear_cross_entropy"):
+    with _SCOPE():
         features, weights = hidden.astype(dtype), table.astype(hidden.dtype)  # cotangents of features are summed over slices
-        at = labels.astype(jnp.int32)
-        zeros = jnp.zeros(labels.shape, dtype)
+        at, zeros = labels.astype(jnp.int32), jnp.zeros(labels.shape, dtype)
         carry: _Carry = (jnp.full_like(zeros, -jnp.inf), zeros, *([zeros] if label_smoothing else []))
+        parts, starts = weights[: length * rows].reshape(length, rows, width), rows * jnp.arange(length, dtype=at.dtype)
 
-        def step(carry: _Carry, of_slice: tuple[jax.Array, jax.Array]) -> tuple[_Carry, None]:
-            part, first = of_slice
-            return _with_slice(carry, features, part, at - first), None
+    def step(carry: _Carry, of_slice: tuple[jax.Array, jax.Array]) -> tuple[_Carry, None]:
+        with _SCOPE():
+            return _with_slice(carry, features, of_slice[0], at - of_slice[1]), None
 
-        parts = weights[: length * rows].reshape(length, rows, width)
-        carry, _ = jax.lax.scan(step, carry, (parts, rows * jnp.arange(length, dtype=at.dtype)))
+    carry, _ = jax.lax.scan(step, carry, (parts, starts))
+    with _SCOPE():
         if length * rows < vocab:
             carry = _with_slice(carry, features, weights[length * rows :], at - length * rows)
         log_sum, picked, *total = carry
@@ -113,6 +116,57 @@ def linear_cross_entropy(  # noqa: PLR0913  (the terms of the loss)
             loss += z_loss * log_sum**2
         loss = jnp.where((labels >= 0) & (labels < vocab), loss, jnp.nan)
         return loss if ignore_index is None else jnp.where(labels == ignore_index, 0.0, loss)
+
+
+def _check_arrays(hidden: jax.Array, table: jax.Array, labels: jax.Array) -> None:
+    """Refuse arrays whose types or shapes do not fit, with all that is wrong."""
+    where = "linear_cross_entropy(hidden, table, labels)"
+    given = {"hidden": hidden, "table": table, "labels": labels}
+    rule = "hidden is floating [*tokens, width], table floating [vocab, width], and labels integers [*tokens]"
+    if wrong := [f"{name}: {type(value).__name__}" for name, value in given.items() if not isinstance(value, (jax.Array, np.ndarray))]:
+        raise ArgumentError(where, rule, wrong, "pass arrays")
+    shapes = [f"{name}: {describe(value)}" for name, value in given.items()]
+    kinds = [jnp.floating, jnp.floating, jnp.integer]
+    if any(not jnp.issubdtype(value.dtype, kind) for value, kind in zip(given.values(), kinds, strict=True)):
+        fix = "pass the number of the right word for each token as labels, and floating numbers as hidden and table"
+        raise ArgumentError(where, rule, shapes, fix)
+    if not hidden.ndim or table.ndim != 2 or not len(table) or table.shape[1:] != hidden.shape[-1:]:
+        fix = "pass what the model makes of each token before its head, and the table of the head with one row for each word"
+        if table.ndim == 2 and hidden.shape[-1:] == table.shape[:1]:
+            fix = "pass table.T; to have its rows divided among stages, keep the head as nn.Embed does, one row for each word"
+        raise ArgumentError(where, rule, shapes, fix)
+    if labels.shape != hidden.shape[:-1]:
+        raise ArgumentError(where, rule, shapes, "pass one label for each token of hidden, such as hidden[:, :-1] and tokens[:, 1:]")
+
+
+def _check_options(num_slices: int | None, label_smoothing: float, z_loss: float, ignore_index: int | None) -> None:
+    """Refuse options outside what they may be, all of them at once."""
+    options = {"num_slices": num_slices, "label_smoothing": label_smoothing, "z_loss": z_loss, "ignore_index": ignore_index}
+    fixes = {
+        "num_slices": "pass num_slices=8 or another whole number of at least 1, or leave it out",
+        "label_smoothing": "pass a label_smoothing of at least 0 and below 1, such as 0.1",
+        "z_loss": "pass a z_loss of at least 0, such as 1e-4",
+        "ignore_index": "pass the whole number that labels tokens which do not count, such as ignore_index=-100",
+    }
+    allowed = {
+        "num_slices": num_slices is None or (_is_whole(num_slices) and num_slices >= 1),
+        "label_smoothing": _is_real(label_smoothing) and 0 <= label_smoothing < 1,
+        "z_loss": _is_real(z_loss) and 0 <= z_loss < math.inf,
+        "ignore_index": ignore_index is None or _is_whole(ignore_index),
+    }
+    if wrong := [name for name, fine in allowed.items() if not fine]:
+        where = f"linear_cross_entropy({', '.join(f'{name}={shown(options[name])}' for name in wrong)})"
+        rule = "the terms of the loss are numbers that are known when it is traced"
+        got = [f"{name}={shown(options[name])}" for name in wrong]
+        raise ArgumentError(where, rule, got, "; ".join(fixes[name] for name in wrong))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_))
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))
 
 
 @jax.custom_vjp

@@ -36,7 +36,9 @@ def balance(loss: TracedLoss, num_stages: int) -> Cuts:
     least = least_largest(loss, num_stages)
     if least is None:
         raise _divided(loss, num_stages)
-    first = np.searchsorted(total, total - (1 + SLACK) * least * (1 + 1e-12))
+    mean = float(total[-1]) / num_stages
+    limit = (1 + SLACK) * (mean if least <= (1 + SLACK) * mean else least)
+    first = np.searchsorted(total, total - max(limit, least) * (1 + 1e-12))
     return balance_within(loss, np.tile(first, (num_stages, 1)))
 
 
