@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Integer
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.tracebacks import entry
 from jaxpp.stages.jaxpr import describe
+from jaxpp.types import DType
 
 __all__ = ["linear_cross_entropy"]
 
@@ -102,12 +103,12 @@ def linear_cross_entropy(  # noqa: PLR0913  (the terms of the loss)
 
     def step(carry: _Carry, of_slice: tuple[jax.Array, jax.Array]) -> tuple[_Carry, None]:
         with _SCOPE():
-            return _with_slice(carry, features, of_slice[0], at - of_slice[1]), None
+            return _with_slice(carry, features, of_slice[0], at, of_slice[1]), None
 
     carry, _ = jax.lax.scan(step, carry, (parts, starts))
     with _SCOPE():
         if length * rows < vocab:
-            carry = _with_slice(carry, features, weights[length * rows :], at - length * rows)
+            carry = _with_slice(carry, features, weights[length * rows :], at, jnp.int32(length * rows))
         log_sum, picked, *total = carry
         loss = log_sum - (1 - label_smoothing) * picked
         if label_smoothing:
@@ -170,45 +171,45 @@ def _is_real(value: object) -> bool:
 
 
 @jax.custom_vjp
-def _with_slice(carry: _Carry, features: jax.Array, part: jax.Array, at: jax.Array) -> _Carry:
-    """What is carried after one more slice; ``at`` is the row of each token's label in the slice, or lies outside of it."""
-    return _forward(carry, features, part, at)[0]
+def _with_slice(carry: _Carry, features: jax.Array, part: jax.Array, labels: jax.Array, start: jax.Array) -> _Carry:
+    """What is carried after the slice ``part`` of the table, whose first row is row ``start``."""
+    return _forward(carry, features, part, labels, start)[0]
 
 
-def _forward(carry: _Carry, features: jax.Array, part: jax.Array, at: jax.Array) -> tuple[_Carry, tuple[jax.Array, ...]]:
+def _forward(carry: _Carry, features: jax.Array, part: jax.Array, *at: jax.Array) -> tuple[_Carry, tuple[jax.Array, ...]]:
     log_sum, picked, *total = carry
     logits = _logits(features, part)
     largest = jnp.maximum(log_sum, logits.max(-1))
     terms = jnp.exp(log_sum - largest) + jnp.exp(logits - largest[..., None]).sum(-1)
     after = largest + jnp.log(terms)
-    picked += jnp.where(_is_label(at, logits), logits, 0).sum(-1)
-    return (after, picked, *(each + logits.sum(-1) for each in total)), (log_sum, after, features, part, at)
+    picked += jnp.where(_is_label(logits, *at), logits, 0).sum(-1)
+    return (after, picked, *(each + logits.sum(-1) for each in total)), (log_sum, after, features, part, *at)
 
 
-def _backward(kept: tuple[jax.Array, ...], cotangents: _Carry) -> tuple[_Carry, jax.Array, jax.Array, None]:
-    before, after, features, part, at = kept
-    of_log_sum, of_picked, *of_total = cotangents
-    logits = _logits(features, part)
+def _backward(kept: tuple[jax.Array, ...], cotangents: _Carry) -> tuple[_Carry, jax.Array, jax.Array, None, None]:
+    (before, after, features, part, *at), (of_log_sum, of_picked, *of_total) = kept, cotangents
+    late, of_log_sum = jax.lax.optimization_barrier((features, of_log_sum))  # or the logits of the forward would be kept for this
+    logits = _logits(late, part)
     of_logits = of_log_sum[..., None] * jnp.exp(logits - after[..., None])
-    of_logits += jnp.where(_is_label(at, logits), of_picked[..., None], 0)
+    of_logits += jnp.where(_is_label(logits, *at), of_picked[..., None], 0)
     for each in of_total:
         of_logits += each[..., None]
-    of_logits = of_logits.astype(part.dtype)
-    of_features = jax.lax.dot_general(of_logits, part, (((at.ndim,), (0,)), ((), ())), preferred_element_type=features.dtype)
-    tokens = tuple(range(at.ndim))
-    of_part = jax.lax.dot_general(
-        of_logits, features.astype(part.dtype), ((tokens, tokens), ((), ())), preferred_element_type=features.dtype
-    )
-    return (of_log_sum * jnp.exp(before - after), of_picked, *of_total), of_features, of_part.astype(part.dtype), None
+    of_logits, tokens = of_logits.astype(part.dtype), tuple(range(features.ndim - 1))
+    of_features = _product(of_logits, part, ((len(tokens),), (0,)), features.dtype)
+    of_part = _product(of_logits, features.astype(part.dtype), (tokens, tokens), features.dtype).astype(part.dtype)
+    return (of_log_sum * jnp.exp(before - after), of_picked, *of_total), of_features, of_part, None, None
 
 
 _with_slice.defvjp(_forward, _backward)
 
 
 def _logits(features: jax.Array, part: jax.Array) -> jax.Array:
-    contracted = ((features.ndim - 1,), (1,)), ((), ())
-    return jax.lax.dot_general(features.astype(part.dtype), part, contracted, preferred_element_type=features.dtype)
+    return _product(features.astype(part.dtype), part, ((features.ndim - 1,), (1,)), features.dtype)
 
 
-def _is_label(at: jax.Array, logits: jax.Array) -> jax.Array:
-    return at[..., None] == jax.lax.broadcasted_iota(at.dtype, logits.shape, logits.ndim - 1)
+def _product(a: jax.Array, b: jax.Array, contracted: tuple[tuple[int, ...], tuple[int, ...]], dtype: DType) -> jax.Array:
+    return jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=dtype)
+
+
+def _is_label(logits: jax.Array, labels: jax.Array, start: jax.Array) -> jax.Array:
+    return labels[..., None] - start == jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
