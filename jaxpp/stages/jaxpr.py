@@ -338,30 +338,35 @@ def grouped_rows(eqn: JaxprEqn) -> int | None:
 class Lookup(NamedTuple):
     """Rows of an operand, in the order that ``indices`` say: an embedding."""
 
-    indices: Atom  # one column
-    rows: Callable[[jax.Array, jax.Array], jax.Array]  # of an operand at indices; zeros for an index that lies outside
+    indices: Atom  # one column of them
+    rows: Callable[[jax.Array, jax.Array], jax.Array]  # of another operand, at other indices
     batch_axes: tuple[int, ...]  # the axes of the result that are those of the indices
-    fill: Leaf | None  # what stands in the result for an index that lies outside; None: the nearest row
 
 
 def lookup_of(eqn: JaxprEqn) -> Lookup | None:
     """A gather of whole rows; None for any other equation."""
     if kind_of(eqn) != "gather":
         return None
-    named, shape, result = eqn.params["dimension_numbers"], tuple(aval_of(eqn.invars[0]).shape), aval_of(eqn.outvars[0])
+    named, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
     plain = (named.collapsed_slice_dims, named.start_index_map, named.operand_batching_dims) == ((0,), (0,), ())
-    modes, mode = jax.lax.GatherScatterMode, eqn.params["mode"]
-    fills = mode == modes.FILL_OR_DROP
-    if not plain or tuple(eqn.params["slice_sizes"]) != (1, *shape[1:]) or mode not in (modes.CLIP, modes.PROMISE_IN_BOUNDS, modes.FILL_OR_DROP):
+    if not plain or sizes != (1, *aval_of(eqn.invars[0]).shape[1:]):
         return None
-    given = {name: eqn.params[name] for name in ("dimension_numbers", "slice_sizes", "unique_indices", "indices_are_sorted")}
-    rows = functools.partial(jax.lax.gather, **given, mode=modes.FILL_OR_DROP, fill_value=0)
-    fill = eqn.params["fill_value"]
-    floating = np.issubdtype(result.dtype, np.inexact) or result.dtype == jax.numpy.bfloat16
-    if fills and fill is None and not floating:
-        return None
-    batch_axes = tuple(axis for axis in range(len(result.shape)) if axis not in named.offset_dims)
-    return Lookup(eqn.invars[1], rows, batch_axes, (np.nan if fill is None else fill) if fills else None)
+    names = ("dimension_numbers", "slice_sizes", "unique_indices", "indices_are_sorted", "mode", "fill_value")
+    rows = functools.partial(jax.lax.gather, **{name: eqn.params[name] for name in names})
+    return Lookup(eqn.invars[1], rows, tuple(axis for axis in range(aval_of(eqn.outvars[0]).ndim) if axis not in named.offset_dims))
+
+
+def picks_one(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes one element of each row of its first operand, at the places that another operand says."""
+    if kind_of(eqn) != "gather":
+        return False
+    shape = aval_of(eqn.invars[0]).shape
+    return set(eqn.params["slice_sizes"]) == {1} and aval_of(eqn.outvars[0]).size * shape[-1] == aval_of(eqn.invars[0]).size
+
+
+def reduces_last(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes the sum or the maximum of each row: along the last axis alone."""
+    return kind_of(eqn) in ("reduce_sum", "reduce_max") and tuple(eqn.params["axes"]) == (len(aval_of(eqn.invars[0]).shape) - 1,)
 
 
 def sliced_like(eqn: JaxprEqn, operand: Atom, start: int, stop: int) -> JaxprEqn | None:

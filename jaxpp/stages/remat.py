@@ -118,8 +118,8 @@ class Least(RematPolicy):
         """The graph with a checkpoint in the body of each loop among the equations; nothing if there is none.
 
         Else a loop, one equation to the cut, would keep all that its pullback reads. The checkpoint keeps what is never computed
-        again, and every comparison of floating-point numbers, of which some are rounded. A body with a checkpoint or loop stays, and a
-        body whose products all have a derivative of their own (``jax.custom_vjp``), which says what it keeps.
+        again, and every comparison of floating-point numbers, of which some are rounded. A body with a checkpoint or loop
+        stays, and one whose products all have a derivative of their own (``jax.custom_vjp``): that says what is kept.
         """
         scans = {i: scan_of(graph.eqns[i]) for i in eqns}
         plain = {i: scan.body for i, scan in scans.items() if scan is not None and _is_plain(graph.eqns[i])}
