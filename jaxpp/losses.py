@@ -14,7 +14,6 @@ and the loop runs over rows of a parameter; therefore it is cut between two iter
 import functools
 import math
 import numbers
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ __all__ = ["linear_cross_entropy"]
 _ARRAYS = jax.Array, np.ndarray, np.generic
 _SCOPE = functools.partial(jax.named_scope, "linear_cross_entropy")  # What tables of stages call the loop
 _Weights = tuple[jax.Array, jax.Array | None]  # rows of the table, and of the bias if there is one
-_Kept = tuple[Any, ...]
+_Kept = tuple[jax.Array, jax.Array, jax.Array, _Weights, jax.Array, jax.Array]
 _Carry = tuple[
     jax.Array, ...
 ]  # of each token: the log of the sum of exponentials, the label's logit, and the sum of logits if asked
@@ -138,23 +137,23 @@ def _with_slice(carry: _Carry, features: jax.Array, weights: _Weights, labels: j
     return _forward(carry, features, weights, labels, start)[0]
 
 
-def _forward(carry: _Carry, features: jax.Array, weights: _Weights, *at: jax.Array) -> tuple[_Carry, _Kept]:
+def _forward(carry: _Carry, features: jax.Array, weights: _Weights, labels: jax.Array, start: jax.Array) -> tuple[_Carry, _Kept]:
     log_sum, picked, *total = carry
     logits = _logits(features, weights)
     largest = jnp.maximum(log_sum, logits.max(-1))
     terms = jnp.exp(log_sum - largest) + jnp.exp(logits - largest[..., None]).sum(-1)
     after = largest + jnp.log(terms)
-    picked += jnp.where(_is_label(logits, *at), logits, 0).sum(-1)
-    return (after, picked, *(each + logits.sum(-1) for each in total)), (log_sum, after, features, weights, *at)
+    picked += jnp.where(_is_label(logits, labels, start), logits, 0).sum(-1)
+    return (after, picked, *(each + logits.sum(-1) for each in total)), (log_sum, after, features, weights, labels, start)
 
 
 def _backward(kept: _Kept, cotangents: _Carry) -> tuple[_Carry, jax.Array, _Weights, None, None]:
-    (before, after, features, weights, *at), (of_log_sum, of_picked, *of_total) = kept, cotangents
+    (before, after, features, weights, labels, start), (of_log_sum, of_picked, *of_total) = kept, cotangents
     part, bias = weights
     late, of_log_sum = jax.lax.optimization_barrier((features, of_log_sum))  # else the logits of the forward are kept for this
     logits = _logits(late, weights)
     of_logits = of_log_sum[..., None] * jnp.exp(logits - after[..., None])
-    of_logits += jnp.where(_is_label(logits, *at), of_picked[..., None], 0)
+    of_logits += jnp.where(_is_label(logits, labels, start), of_picked[..., None], 0)
     for each in of_total:
         of_logits += each[..., None]
     tokens = tuple(range(features.ndim - 1))

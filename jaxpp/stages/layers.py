@@ -49,8 +49,8 @@ from jaxpp.stages.jaxpr import (
 from jaxpp.types import Tree
 
 
-class Rows(NamedTuple):
-    """Rows of a parameter."""
+class RowSpan(NamedTuple):
+    """Consecutive rows of a parameter."""
 
     leaf: Atom
     start: int
@@ -66,7 +66,7 @@ class Layers:
     stacked: tuple[Atom, ...]  # the parameters whose rows it reads
     start: int
     stop: int
-    grouped: tuple[Rows, ...] = ()  # of parameters of which each layer reads several rows, or all layers not all rows
+    grouped: tuple[RowSpan, ...] = ()  # of parameters of which each layer reads several rows, or all layers not all rows
 
 
 def split_scans(
@@ -192,7 +192,7 @@ class _Splitter(Rewriter):
             if len(spans) > 1:
                 origins = tuple(map(self._origin, stacked))
                 views = [self._views[atom] for atom in origins if atom in self._views and self._views[atom] != _View(atom)]
-                grouped = tuple(Rows(leaf, first + size * start, first + size * stop) for leaf, first, size in views)
+                grouped = tuple(RowSpan(leaf, first + size * start, first + size * stop) for leaf, first, size in views)
                 self.layers.append(Layers(result, self._loops, origins, start, stop, grouped))
         self._loops += 1
         self.replaced.update(zip(eqn.outvars[: loop.num_carry], carry, strict=True))
