@@ -13,6 +13,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError
+from jaxpp.observe.memory.liveness import MEMORY_KINDS
 from jaxpp.stages.cuts.balance import balance
 from jaxpp.stages.loss.traced_loss import trace_loss
 from models.gpt import GPT
@@ -196,6 +197,8 @@ def test_each_stage_owns_the_rows_of_its_slices_or_receives_only_these(x64, tied
     assert owned == ([parts, [], [], []] if tied else [[], *read[1:]])
     flops = [stage.flops for stage in pipe.stages]
     assert max(flops) < 0.3 * sum(flops)
+    first = dict(zip(MEMORY_KINDS, pipe.forecast(params, batch).stages[0].kinds, strict=True))
+    assert first["statics"] == 0, "the embedding is put together again"
     state, _ = pipe.step(state, batch)
     pipe.verify(state, batch)
     assert state.params["table"].shape == (VOCAB, WIDTH)
@@ -304,6 +307,20 @@ def test_the_last_stage_holds_nothing_as_large_as_the_logits():
     logits = 4 * examples * length * vocab
     assert held[True] > logits
     assert held[False] < logits / 2
+
+
+def test_the_logits_of_a_slice_are_not_kept_for_the_backward_whatever_else_is_in_the_stage():
+    """The last slice is outside of the loop if it has fewer rows; the loop over blocks keeps what is cheaper to keep."""
+    vocab, tokens = 1001, 16
+    model = ScannedGPT(vocab, 16, 3)
+    batch = jax.ShapeDtypeStruct((1, tokens + 1), "int32")
+    kept = []
+    for plainly in (True, False):
+        loss_fn, params = language_model(model, tokens, num_slices=2, plainly=plainly)
+        pipe = jaxpp.Pipeline(loss_fn, optax.adamw(1e-3), num_stages=1, num_microbatches=1)
+        pipe.forecast(params, batch)
+        kept.append(pipe.stages[0].kept)
+    assert kept[1] < kept[0] - 0.9 * 4 * tokens * vocab
 
 
 def decoder(vocab=50_257, *, use_bias=False, dtype=None):
