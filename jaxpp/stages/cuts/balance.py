@@ -8,6 +8,7 @@ A second trace of the model (another batch shape, an evaluation loss) is cut whe
 
 import bisect
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 
@@ -25,22 +26,36 @@ _Charges = Callable[[int, slice, int], np.ndarray]  # what a stage is charged fr
 Cuts = tuple[int, ...]  # ``cuts[k]`` is the spine position at which stage k + 1 begins
 
 SLACK = 0.05  # How much more than the least possible the largest stage may cost, for fewer bytes
+MOST_SENT = 1.5  # How many times the bytes may cross where stages are then within ``SLACK`` of the mean
 REAL_WORK = 0.01  # the part of the mean cost below which a stage counts as empty; where unavoidable, a hundredth of it is worse
 
 
 def balance(loss: TracedLoss, num_stages: int) -> Cuts:
-    """Cut for the smallest largest stage, then for stages that all have something to do, then for the fewest bytes."""
+    """Cut for the smallest largest stage, then for stages that all have something to do, then for the fewest bytes.
+
+    If a stage is then more than ``SLACK`` above the mean, and none need be, up to ``MOST_SENT`` times the bytes are sent for that.
+    """
     _check_size(loss, num_stages)
     if num_stages == 1:
         return ()
     total = prefix_sums(loss)
-    least = least_largest(loss, num_stages)
+    least, mean = least_largest(loss, num_stages), float(total[-1]) / num_stages
     if least is None:
         raise _divided(loss, num_stages)
-    mean = float(total[-1]) / num_stages
-    limit = (1 + SLACK) * (mean if least <= (1 + SLACK) * mean else least)
-    first = np.searchsorted(total, total - max(limit, least) * (1 + 1e-12))
-    return balance_within(loss, np.tile(first, (num_stages, 1)))
+
+    def cut(limit: float) -> Cuts:
+        first = np.searchsorted(total, total - limit * (1 + 1e-12))
+        return balance_within(loss, np.tile(first, (num_stages, 1)))
+
+    def sent(cuts: Cuts) -> int:
+        return sum(loss.boundary_bytes[place] for place in cuts)
+
+    cuts = cut((1 + SLACK) * least)
+    largest = max(float(total[end] - total[start]) for start, end in itertools.pairwise([0, *cuts, len(total) - 1]))
+    if least <= (1 + SLACK) * mean < largest:
+        even = cut((1 + SLACK) * mean)
+        return even if sent(even) <= MOST_SENT * sent(cuts) else cuts
+    return cuts
 
 
 def balance_within(loss: TracedLoss, first: Int[np.ndarray, "stages ends"]) -> Cuts:
