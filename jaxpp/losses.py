@@ -11,7 +11,6 @@ So the derivative of an iteration keeps ``L`` and makes the logits of its slice 
 and the loop runs over rows of a parameter; therefore it is cut between two iterations, as a loop over layers is.
 """
 
-import functools
 import math
 import numbers
 
@@ -22,19 +21,16 @@ from jaxtyping import Array, Float, Integer
 
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.tracebacks import entry
-from jaxpp.stages.cuts.head import ROWS
+from jaxpp.stages.cuts.head import ROWS, SCOPE
 from jaxpp.stages.jaxpr import describe
 from jaxpp.types import DType
 
 __all__ = ["linear_cross_entropy"]
 
 _ARRAYS = jax.Array, np.ndarray, np.generic
-_SCOPE = functools.partial(jax.named_scope, "linear_cross_entropy")  # What tables of stages call the loop
 _Weights = tuple[jax.Array, jax.Array | None]  # rows of the table, and of the bias if there is one
 _Kept = tuple[jax.Array, jax.Array, jax.Array, _Weights, jax.Array, jax.Array]
-_Carry = tuple[
-    jax.Array, ...
-]  # of each token: the log of the sum of exponentials, the label's logit, and the sum of logits if asked
+_Carry = tuple[jax.Array, ...]  # of each token: the logarithm of the sum of exponentials, the label's logit, the sum of logits
 
 
 @entry
@@ -104,7 +100,7 @@ def linear_cross_entropy(
     rows = min(ROWS, vocab) if num_slices is None else -(-vocab // int(num_slices))
     length = vocab // rows
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-    with _SCOPE():
+    with jax.named_scope(SCOPE):
         features = hidden.astype(dtype)  # so that its cotangents are summed over slices in this type
         weights = table.astype(hidden.dtype), None if bias is None else bias.astype(dtype)
         right, zeros = labels.astype(jnp.int32), jnp.zeros(labels.shape, dtype)
@@ -113,11 +109,11 @@ def linear_cross_entropy(
         starts = rows * jnp.arange(length, dtype=right.dtype)
 
     def step(carry: _Carry, of_slice: tuple[_Weights, jax.Array]) -> tuple[_Carry, None]:
-        with _SCOPE():
+        with jax.named_scope(SCOPE):
             return _with_slice(carry, features, of_slice[0], right, of_slice[1]), None
 
     carry, _ = jax.lax.scan(step, carry, (slices, starts))
-    with _SCOPE():
+    with jax.named_scope(SCOPE):
         if length * rows < vocab:
             rest = jax.tree.map(lambda leaf: leaf[length * rows :], weights)
             carry = _with_slice(carry, features, rest, right, jnp.int32(length * rows))

@@ -393,6 +393,15 @@ def test_the_gain_that_is_promised_is_there_and_no_warning_is_left():
     pipe.forecast(params, batch)  # where warnings are errors
     flops = [stage.flops for stage in pipe.stages]
     assert sum(flops) / max(flops) > 0.95 * promised
+    modules = [stage.modules for stage in pipe.stages]  # those of the head stand beside those of the model
+    assert modules[0].startswith("embed")
+    assert modules[-1].startswith("linear_cross_entropy[")
+    cuts = ["h_2", "linear_cross_entropy[8]", "linear_cross_entropy[40]"]
+    named = jaxpp.Pipeline(loss_fn, optax.adamw(1e-3), num_stages=4, num_microbatches=4, cuts=cuts)
+    named.forecast(params, batch)
+    assert [stage.modules.partition(" ")[0] for stage in named.stages][2:] == [
+        f"linear_cross_entropy[{rows}]" for rows in ("8:40", "40:65")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from jaxpp.stages.graph import descendants
 from jaxpp.stages.jaxpr import Atom, aval_of, kind_of, picks_one, reduces_last, variables
 from jaxpp.stages.loss.traced_loss import TracedLoss
 
+SCOPE = "linear_cross_entropy"  # the name of a divided head in tables of stages
 ROWS = 768  # of a slice of the vocabulary, unless the user says how many slices there are
 _FEWEST = 4  # slices that are worth the change
 _KEPT = frozenset(
