@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; ``_HOMES`` says the sa
     from jaxpp.forward.sampling import History, Sampling
     from jaxpp.forward.stream import Stream
     from jaxpp.grad import value_and_grad
+    from jaxpp.losses import linear_cross_entropy
     from jaxpp.observe.dead_stages import DeadStageWarning
     from jaxpp.pipeline import Pipeline
     from jaxpp.runtime.place import DevicesWarning
@@ -53,6 +54,7 @@ __all__ = [
     "decoder",
     "errors",
     "gather",
+    "linear_cross_entropy",
     "observe",
     "schedule",
     "target",
@@ -84,6 +86,7 @@ _HOMES = {
     "array_handler": "runtime.processes.trees",
     "decoder": "forward.decoder",
     "gather": "runtime.processes.trees",
+    "linear_cross_entropy": "losses",
     "target": "targets",
     "tune": "tuning",
     "value_and_grad": "grad",

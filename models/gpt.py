@@ -89,6 +89,10 @@ class GPT(nn.Module):
         dtype: type to compute in; None follows the parameters.
         param_dtype: type of the parameters.
         decode: whether to keep the keys and values of the tokens so far, for those of later calls.
+        head: whether to return logits. Without a head it returns what the head would read, for a loss that makes no logits::
+
+            hidden = model.clone(head=False).apply({"params": params}, tokens)
+            loss = jaxpp.linear_cross_entropy(hidden, params["embed"]["embedding"], labels)
     """
 
     vocab_size: int = 256
@@ -100,12 +104,13 @@ class GPT(nn.Module):
     dtype: jax.typing.DTypeLike | None = None
     param_dtype: jax.typing.DTypeLike = "float32"
     decode: bool = False
+    head: bool = True
 
     @nn.compact
     def __call__(
         self, tokens: Integer[Array, "batch length"], deterministic: bool = False
-    ) -> Float[Array, "batch length {self.vocab_size}"]:
-        """Logits for the token after each of ``tokens``."""
+    ) -> Float[Array, "batch length features"]:
+        """Logits for the token after each of ``tokens``; without a head the hidden states that they are made of."""
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         embed = nn.Embed(self.vocab_size, self.width, name="embed", **types)
         positions = nn.Embed(self.max_length, self.width, name="positions", **types)
@@ -115,7 +120,8 @@ class GPT(nn.Module):
         x = nn.Dropout(self.dropout, deterministic=deterministic)(x)
         for i in range(self.depth):
             x = Block(self.num_heads, self.dropout, name=f"h_{i}", decode=self.decode, **types)(x, mask, deterministic)
-        return embed.attend(nn.LayerNorm(name="ln_f", **types)(x))
+        x = nn.LayerNorm(name="ln_f", **types)(x)
+        return embed.attend(x) if self.head else x
 
     def _positions_of(self, tokens: Integer[Array, "batch length"]) -> Integer[Array, " length"]:
         """The positions of the tokens: from 0, or where the last call ended."""

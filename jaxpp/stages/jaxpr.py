@@ -332,6 +332,49 @@ def window_of(eqn: JaxprEqn, integer: Callable[[Atom], int | None]) -> Window | 
     return None
 
 
+def grouped_rows(eqn: JaxprEqn) -> int | None:
+    """How many rows of its operand each row of the result has, where an equation only puts rows together; None for any other."""
+    if kind_of(eqn) != "reshape" or not aval_of(eqn.invars[0]).shape:
+        return None
+    (rows, *rest), shape = aval_of(eqn.invars[0]).shape, tuple(aval_of(eqn.outvars[0]).shape)
+    groups = shape[0] if shape[2:] == tuple(rest) and len(shape) == len(rest) + 2 else 0
+    return rows // groups if groups and rows == groups * shape[1] else None
+
+
+class Lookup(NamedTuple):
+    """Rows of an operand, in the order that ``indices`` say: an embedding."""
+
+    indices: Atom  # one column of them
+    rows: Callable[[jax.Array, jax.Array], jax.Array]  # of another operand, at other indices
+    batch_axes: tuple[int, ...]  # the axes of the result that are those of the indices
+
+
+def lookup_of(eqn: JaxprEqn) -> Lookup | None:
+    """A gather of whole rows; None for any other equation."""
+    if kind_of(eqn) != "gather":
+        return None
+    named, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
+    plain = (named.collapsed_slice_dims, named.start_index_map, named.operand_batching_dims) == ((0,), (0,), ())
+    if not plain or sizes != (1, *aval_of(eqn.invars[0]).shape[1:]):
+        return None
+    names = ("dimension_numbers", "slice_sizes", "unique_indices", "indices_are_sorted", "mode", "fill_value")
+    rows = functools.partial(jax.lax.gather, **{name: eqn.params[name] for name in names})
+    return Lookup(eqn.invars[1], rows, tuple(axis for axis in range(aval_of(eqn.outvars[0]).ndim) if axis not in named.offset_dims))
+
+
+def picks_one(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes one element of each row of its first operand, at the places that another operand says."""
+    if kind_of(eqn) != "gather":
+        return False
+    shape = aval_of(eqn.invars[0]).shape
+    return set(eqn.params["slice_sizes"]) == {1} and aval_of(eqn.outvars[0]).size * shape[-1] == aval_of(eqn.invars[0]).size
+
+
+def reduces_last(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes the sum or the maximum of each row: along the last axis alone."""
+    return kind_of(eqn) in ("reduce_sum", "reduce_max") and tuple(eqn.params["axes"]) == (len(aval_of(eqn.invars[0]).shape) - 1,)
+
+
 def sliced_like(eqn: JaxprEqn, operand: Atom, start: int, stop: int) -> JaxprEqn | None:
     """A slice of rows of ``operand`` made from an equation that slices something else, without tracing; None if it does not."""
     if kind_of(eqn) != "slice":

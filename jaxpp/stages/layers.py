@@ -4,6 +4,9 @@
 then on the parameters come as slices, and the loop is split where these end (``split_scans``), casts of all weights before each
 loop, so that not every microbatch keeps them. *Rows*: a Python loop may read ``w[3]`` or ``w[2:4]``. The stage that reads rows
 first owns them (``first_reads``, ``rows_between``); from then on they are read of the slice that has them (``place_rows``).
+
+An iteration may read several rows: those of ``w[:8].reshape(4, 2, -1)``, such as the words of a slice of a vocabulary. An embedding
+that is held as slices, because a loop reads it too, asks each slice for the rows that it has.
 """
 
 import bisect
@@ -24,14 +27,17 @@ from jaxpp.stages.jaxpr import (
     CHEAP,
     ELEMENTWISE,
     Atom,
+    Lookup,
     Scan,
     aval_of,
     concatenated_rows,
     equations_of,
     function_of,
+    grouped_rows,
     is_cast,
     kind_of,
     length_of,
+    lookup_of,
     module_path,
     new_variable,
     scan_of,
@@ -43,6 +49,14 @@ from jaxpp.stages.jaxpr import (
 from jaxpp.types import Tree
 
 
+class RowSpan(NamedTuple):
+    """Consecutive rows of a parameter."""
+
+    leaf: Atom
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class Layers:
     """Some layers of a loop, as an equation of their own."""
@@ -52,6 +66,7 @@ class Layers:
     stacked: tuple[Atom, ...]  # the parameters whose rows it reads
     start: int
     stop: int
+    grouped: tuple[RowSpan, ...] = ()  # of parameters of which each layer reads several rows, or all layers not all rows
 
 
 def split_scans(
@@ -71,15 +86,33 @@ def slices_between(params: Sequence[Var], layers: Sequence[Layers], stages: Sequ
         if stage != following and before.loop == after.loop:
             for var in before.stacked:
                 ends.setdefault(var, set()).add(max(before.start, after.start))
+            for rows, others in zip(before.grouped, after.grouped, strict=True):
+                ends.setdefault(rows.leaf, set()).add(max(rows.start, others.start))
+    extents: dict[tuple[int, Atom], list[int]] = {}
+    for each in layers:
+        for rows in each.grouped:
+            extents.setdefault((each.loop, rows.leaf), []).extend(rows[1:])
+    for (_, var), rows in extents.items():  # what the loop does not read is apart
+        if var in ends:
+            ends[var].update({min(rows), max(rows)} - {0, aval_of(var).shape[0]})
     cuts = {var: [0, *sorted(starts), aval_of(var).shape[0]] for var, starts in ends.items()}
     return tuple(tuple(b - a for a, b in itertools.pairwise(cuts.get(var, ()))) for var in params)
+
+
+class _View(NamedTuple):
+    """Rows of a parameter from its row ``first`` on, each of which has ``size`` rows of the parameter."""
+
+    leaf: Atom
+    first: int = 0
+    size: int = 1
 
 
 class _Splitter(Rewriter):
     def __init__(self, params: frozenset[Var], state: frozenset[Var], per_layer: bool):
         super().__init__()
         self.layers: list[Layers] = []
-        self._params, self._state, self._per_layer = params | state, set[Atom](state), per_layer
+        self._state, self._per_layer = set[Atom](state), per_layer
+        self._views = {var: _View(var) for var in params | state}
         self._loops = 0
         self._parts: dict[Atom, list[tuple[int, Atom]]] = {}
         self._casts: dict[Atom, JaxprEqn] = {}
@@ -87,10 +120,13 @@ class _Splitter(Rewriter):
 
     def add(self, eqn: JaxprEqn, name: str) -> None:
         joined = concatenated_rows(eqn)
-        if joined and self._params.issuperset(joined):
+        if joined and self._views.keys() >= set(joined):
             starts = itertools.accumulate((aval_of(atom).shape[0] for atom in joined[:-1]), initial=0)
             self._parts[eqn.outvars[0]] = list(zip(starts, joined, strict=True))
             self._state.update(eqn.outvars if self._state.issuperset(joined) else ())
+        view = self._view(eqn)
+        if view is not None:
+            self._views[eqn.outvars[0]] = view
         if self._is_made(eqn):
             start, stop = (eqn.params[name][0] for name in ("start_indices", "limit_indices"))
             self.replaced[eqn.outvars[0]] = self._rows(eqn.invars[0], start, stop, name)
@@ -105,21 +141,28 @@ class _Splitter(Rewriter):
 
     def _is_made(self, eqn: JaxprEqn) -> bool:
         """Whether an equation takes whole rows of what a loop that was split has made of each layer."""
-        if kind_of(eqn) != "slice" or eqn.invars[0] not in self._made:
-            return False
-        window = window_of(eqn, lambda _: None)
-        shape = aval_of(eqn.invars[0]).shape
-        return window is not None and window[:2] == ((window.start[0], *[0] * (len(shape) - 1)), (window.stop[0], *shape[1:]))
+        return kind_of(eqn) == "slice" and eqn.invars[0] in self._made and _first_row(eqn) is not None
+
+    def _view(self, eqn: JaxprEqn) -> "_View | None":
+        """What the result of an equation is of a parameter: rows of it as they are, cast, or put together."""
+        atom = eqn.invars[0] if eqn.invars else None
+        if not isinstance(atom, Var) or atom not in self._views or atom in self._state:
+            return None
+        leaf, first, size = self._views[atom]
+        start, grouped = _first_row(eqn), grouped_rows(eqn)
+        if start is not None:
+            return _View(leaf, first + size * start, size)
+        return _View(leaf, first, size * (grouped or 1)) if grouped or is_cast(eqn) else None
 
     def _stacked(self, eqn: JaxprEqn, loop: Scan) -> tuple[Var, ...]:
         return tuple(var for var in variables(eqn.invars[loop.num_before :]) if self._is_stacked(var))
 
     def _is_stacked(self, atom: Atom) -> bool:
-        """Whether a value is a parameter, or a parameter put together from slices, or a cast of either."""
+        """Whether a value is a parameter, or rows of it, or put together from slices of it, or a cast of these."""
         if isinstance(atom, Literal):
             return False
         origin = self._origin(atom)
-        return bool(aval_of(atom).shape) and (origin in self._params or origin in self._parts)
+        return bool(aval_of(atom).shape) and (origin in self._views or origin in self._parts)
 
     def _origin(self, atom: Atom) -> Atom:
         while atom in self._casts:
@@ -147,7 +190,10 @@ class _Splitter(Rewriter):
             carry, pieces[start] = results[: loop.num_carry], results[loop.num_carry :]
             result = next(made.outvars[0] for made in reversed(eqns) if length_of(made) is not None)
             if len(spans) > 1:
-                self.layers.append(Layers(result, self._loops, tuple(map(self._origin, stacked)), start, stop))
+                origins = tuple(map(self._origin, stacked))
+                views = [self._views[atom] for atom in origins if atom in self._views and self._views[atom] != _View(atom)]
+                grouped = tuple(RowSpan(leaf, first + size * start, first + size * stop) for leaf, first, size in views)
+                self.layers.append(Layers(result, self._loops, origins, start, stop, grouped))
         self._loops += 1
         self.replaced.update(zip(eqn.outvars[: loop.num_carry], carry, strict=True))
         for k, var in enumerate(eqn.outvars[loop.num_carry :]):
@@ -167,6 +213,16 @@ class _Splitter(Rewriter):
         if sum(aval_of(part).shape[0] for part in inside) < stop - start:
             return self.call(lambda whole: jax.lax.slice_in_dim(whole, start, stop), [atom], name)[0]
         return _joined(self, inside, name)
+
+
+def _first_row(eqn: JaxprEqn) -> int | None:
+    """The first of the whole rows that an equation takes of its operand; None for any other equation."""
+    window = window_of(eqn, lambda _: None) if kind_of(eqn) == "slice" else None
+    if window is None:
+        return None
+    shape = aval_of(eqn.invars[0]).shape
+    whole = (window.start[0], *[0] * (len(shape) - 1)), (window.stop[0], *shape[1:]), (1,) * len(shape)
+    return window.start[0] if window[:3] == whole else None
 
 
 def _joined(rewriter: Rewriter, parts: Sequence[Atom], name: str) -> Atom:
@@ -231,21 +287,22 @@ class _RowSlice(NamedTuple):
 def first_reads(graph: Graph, params: Sequence[Var], spine: Sequence[int]) -> tuple[Read, ...]:
     """Where the rows of each parameter that is read by rows anywhere are first needed; all of them where it is read whole."""
     numbers = _Integers()
-    views = {var: (leaf, 0, aval_of(var).shape[0]) for leaf, var in enumerate(params) if aval_of(var).shape}
-    views_of: list[tuple[Var, int, int, int]] = [(var, *view) for var, view in views.items()]
+    views = {var: (leaf, 0, 1) for leaf, var in enumerate(params) if aval_of(var).shape}  # a leaf, its first row, rows a row
+    views_of = [(var, leaf, 0, aval_of(var).shape[0]) for var, (leaf, _, _) in views.items()]
     passing: set[int] = set()
     for i, eqn in enumerate(graph.eqns):
         numbers.add(eqn)
         operand = _operand(eqn)
         view = None if operand is None else views.get(operand)
-        results = None if view is None else _follow(eqn, numbers)
+        grouped = grouped_rows(eqn)
+        results = None if view is None else [_RowSlice(0, aval_of(eqn.invars[0]).shape[0])] if grouped else _follow(eqn, numbers)
         if view is not None and results is not None:
             passing.add(i)
+            leaf, first, size = view
             for var, (start, stop, finish) in zip(eqn.outvars, results, strict=True):
-                rows = (view[0], view[1] + start, view[1] + stop)
-                views_of.append((var, *rows))
+                views_of.append((var, leaf, first + size * start, first + size * stop))
                 if finish is None:
-                    views[var] = rows
+                    views[var] = (leaf, first + size * start, size * (grouped or 1))
     needed = _first_needs(graph, spine, passing)
     divided = {leaf for _, leaf, start, stop in views_of if stop - start < aval_of(params[leaf]).shape[0]}
     read = ((var, leaf, start, stop) for var, leaf, start, stop in views_of if leaf in divided and var in needed)
@@ -316,7 +373,12 @@ class _Placer(Rewriter):
             self.stacks[eqn.outvars[0]] = joined
         operand = _operand(eqn)
         results = _follow(eqn, self._numbers) if operand in self.stacks else None
-        if results is None:
+        parts, size, lookup = self.stacks.get(operand, ()), grouped_rows(eqn), lookup_of(eqn)
+        if len(parts) > 1 and size is not None and all(aval_of(part).shape[0] % size == 0 for part in parts):
+            self._grouped(eqn, parts, size, name)
+        elif len(parts) > 1 and lookup is not None and results is None:
+            self._found(eqn, parts, lookup, name)
+        elif results is None:
             self.emit(eqn, name)
         elif kind_of(eqn) in ELEMENTWISE:
             (out,), parts = eqn.outvars, self.stacks[operand]
@@ -329,6 +391,30 @@ class _Placer(Rewriter):
                 if finish is None:
                     self.stacks[result] = tuple(rows)
                 self.replaced[var] = result if finish is None else self.call(finish, [result], name)[0]
+
+    def _grouped(self, eqn: JaxprEqn, parts: Sequence[Atom], size: int, name: str) -> None:
+        """Put ``size`` rows at a time together in each slice, none of which has a part of such a group."""
+
+        def group(part: jax.Array) -> jax.Array:
+            return part.reshape(-1, size, *part.shape[1:])
+
+        grouped = [self.call(group, [part], name)[0] for part in parts]
+        self.replaced[eqn.outvars[0]] = whole = _joined(self, grouped, name)
+        self.stacks[whole] = tuple(grouped)
+
+    def _found(self, eqn: JaxprEqn, parts: Sequence[Atom], lookup: Lookup, name: str) -> None:
+        """Look rows up by data in every slice, and take those of the slice that has them; of the nearest, where none has."""
+        starts = list(itertools.accumulate((aval_of(part).shape[0] for part in parts), initial=0))
+
+        def find(indices: jax.Array, *parts: jax.Array) -> jax.Array:
+            indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
+            found = lookup.rows(parts[0], indices)
+            for part, start in zip(parts[1:], starts[1:], strict=False):
+                is_later = jax.lax.broadcast_in_dim((indices >= start)[..., 0], found.shape, lookup.batch_axes)
+                found = jnp.where(is_later, lookup.rows(part, indices - start), found)
+            return found
+
+        (self.replaced[eqn.outvars[0]],) = self.call(find, [lookup.indices, *parts], name)
 
     def _elementwise(self, eqn: JaxprEqn, whole: Atom | None, part: Atom, name: str) -> Var:
         out = new_variable(eqn.outvars[0], aval_of(part).shape)

@@ -25,7 +25,18 @@ from jaxpp.errors.tracebacks import entries
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.frontier import Choice, within
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.jaxpr import LAYOUT, aval_of, inner_jaxprs, kind_of, number_in, scan_of, shapes_of, variables, with_body
+from jaxpp.stages.jaxpr import (
+    LAYOUT,
+    aval_of,
+    inner_jaxprs,
+    kind_of,
+    multiplies,
+    number_in,
+    scan_of,
+    shapes_of,
+    variables,
+    with_body,
+)
 from jaxpp.stages.repeatable import (
     ELEMENT,
     EXTREMES,
@@ -143,7 +154,8 @@ class Least(RematPolicy):
         """The graph with a checkpoint in the body of each loop among the equations; nothing if there is none.
 
         Else a loop, one equation to the cut, would keep all that its pullback reads. The checkpoint keeps what is never computed
-        again, and every comparison of floating-point numbers, of which some are rounded. A body with a checkpoint or loop stays.
+        again, and every comparison of floating-point numbers, of which some are rounded. A body with a checkpoint or loop
+        stays, and one whose products all have a derivative of their own (``jax.custom_vjp``): that says what is kept.
         """
         return self._looped(graph, eqns, _KEPT_IN_LOOPS)
 
@@ -350,7 +362,13 @@ _LEFT = frozenset({"checkpoint", "scan", "while", "cond", "name", "shard_map"})
 
 def _is_plain(eqn: JaxprEqn) -> bool:
     floating = any(jnp.issubdtype(aval_of(var).dtype, jnp.inexact) for var in eqn.outvars)
-    return floating and not eqn.effects and not _kinds(eqn) & _LEFT
+    return floating and not eqn.effects and not _kinds(eqn) & _LEFT and not _chooses(eqn)
+
+
+def _chooses(eqn: JaxprEqn) -> bool:
+    """Whether all products of a loop are in functions with a derivative of their own, and there are some."""
+    inside = [inner for body in inner_jaxprs(eqn) for inner in body.eqns if multiplies(inner)]
+    return bool(inside) and all(kind_of(inner) == "custom_vjp" for inner in inside)
 
 
 def _kinds(eqn: JaxprEqn) -> set[str]:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxpp.errors import PullbackError
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
+from jaxpp.stages.cuts.head import SCOPE
 from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.targets import device_name, refuse_compile_only
@@ -207,15 +208,21 @@ def _labels(stages: Sequence[Sequence[str]]) -> list[str]:
     """The first and last module of each stage, at the shallowest level that tells the stages apart, if any does."""
     paths = [[tuple(path.split("/")) for path in modules if path] for modules in stages]
     longest = max((len(path) for found in paths for path in found), default=1)
-    shared = posixpath.commonpath(["/".join(path) for found in paths for path in found] or [""])
+    of_model = ["/".join(path) for found in paths for path in found if not _is_divided_head(path)]
+    shared = posixpath.commonpath(of_model or [""])
     top = len(list(filter(None, shared.split("/"))))
     depths = range(min(top + 1, longest), longest + 1)
     levels = [[_span(found, min(top, longest - 1), depth) for found in paths] for depth in depths]
     return max(levels, key=lambda labels: len(set(labels)))
 
 
+def _is_divided_head(path: tuple[str, ...]) -> bool:
+    return path[0].partition("[")[0] == SCOPE
+
+
 def _span(paths: Sequence[tuple[str, ...]], top: int, depth: int) -> str:
-    shown = list(dict.fromkeys("/".join(path[top:depth]) for path in paths if len(path) > top))
+    inside = [path if _is_divided_head(path) else path[top:depth] for path in paths]  # that head is beside the model, not in it
+    shown = list(dict.fromkeys("/".join(path) for path in inside if path))
     if not shown:
         return paths[0][-1] if paths else "-"
     return shown[0] if len(shown) == 1 else f"{shown[0]} .. {shown[-1]}"

@@ -243,6 +243,41 @@ def test_rows_are_put_together_split_and_cut_out():
     np.testing.assert_array_equal(inside.function_of([cut], [like], cut.outvars)(value)[0], value[2:7])
 
 
+def test_rows_that_are_put_together_are_told_from_other_reshapes():
+    def grouped(*shape):
+        return inside.grouped_rows(only("reshape", lambda x: x.reshape(shape), X))
+
+    assert [grouped(3, 2, 4), grouped(1, 6, 4), grouped(6, 1, 4)] == [2, 6, 1]
+    assert [grouped(6, 2, 2), grouped(24), grouped(2, 3, 2, 2), grouped(4, 6)] == [None] * 4
+    assert inside.grouped_rows(only("reshape", lambda x: x.reshape(3, 2), X[:, 0])) == 2
+    assert inside.grouped_rows(only("mul", lambda x: x * 2, X)) is None
+
+
+@pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])
+def test_a_lookup_of_rows_can_be_asked_of_another_array(mode):
+    rows, where = jnp.arange(24.0).reshape(6, 4), jnp.asarray([[0, 5], [9, 2]])
+    found = inside.lookup_of(only("gather", lambda x, i: x.at[i].get(mode=mode), rows, where))
+    assert found is not None, "the parameters of gathers have changed: see lookup_of"
+    assert found.batch_axes == (0, 1)
+    want = rows[2:].at[where - 2].get(mode=mode)
+    np.testing.assert_array_equal(found.rows(rows[2:], where[..., None] - 2)[0, 1], want[0, 1])
+    assert inside.lookup_of(only("gather", lambda x, i: jnp.take(x, i, axis=1), rows, where)) is None
+    assert inside.lookup_of(only("mul", lambda x: x * 2, X)) is None
+
+
+def test_what_takes_one_element_of_each_row_and_what_reduces_rows():
+    def pick(x, i):
+        return jnp.take_along_axis(x, i, axis=-1)
+
+    assert inside.picks_one(only("gather", pick, X, jnp.zeros((6, 1), int)))
+    assert not inside.picks_one(only("gather", pick, X, jnp.zeros((6, 2), int)))
+    assert not inside.picks_one(only("gather", lambda x, i: x[i], X, jnp.arange(3)))
+    assert inside.reduces_last(only("reduce_sum", lambda x: x.sum(-1), X))
+    assert not inside.reduces_last(only("reduce_sum", lambda x: x.sum(0), X))
+    assert inside.reduces_last(only("reduce_max", lambda x: x.max(1), X))
+    assert not inside.reduces_last(only("mul", lambda x: x * 2, X))
+
+
 def test_where_a_write_into_an_array_puts_its_values():
     def update(x, i):
         return jax.lax.dynamic_update_slice(x, x[:2], (i, 0))

@@ -483,6 +483,34 @@ def many_equations(depth):
     return trace_loss(loss_fn, params, jax.ShapeDtypeStruct((4, 16), jnp.float32), None, has_aux=False)
 
 
+def test_a_loop_whose_products_have_a_derivative_of_their_own_keeps_what_that_keeps():
+    """Beside a loop over blocks, which is checkpointed: else both loops would be, and products would be kept for nothing."""
+
+    @jax.custom_vjp
+    def squashed(x, w):
+        return jnp.tanh(x @ w).sum(-1)
+
+    def backward(kept, cotangent):
+        x, w = kept
+        inner = cotangent[:, None] * (1 - jnp.tanh(x @ w) ** 2)
+        return inner @ w.T, x.T @ inner
+
+    squashed.defvjp(lambda x, w: (squashed(x, w), (x, w)), backward)
+
+    def loss_fn(params, batch):
+        def block(x, w):
+            return x + jnp.tanh(jnp.exp(-jnp.tanh(x @ w))), None
+
+        x, _ = jax.lax.scan(block, batch, params["blocks"])
+        total, _ = jax.lax.scan(lambda total, w: (total + squashed(x, w), None), jnp.zeros(len(x)), params["wide"])
+        return total.mean()
+
+    params = {"blocks": jnp.ones((3, 8, 8)), "wide": jnp.ones((3, 8, 400))}
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=1, num_microbatches=1)
+    pipe.forecast(params, jnp.ones((16, 8)))
+    assert pipe.stages[0].kept < 4 * 16 * 400
+
+
 @pytest.mark.long
 def test_a_stage_of_thousands_of_equations_is_cut():
     before, after = cut_with(many_equations(80), 1, RematPolicy(), Least())

@@ -276,3 +276,38 @@ def test_rows_of_theta_are_slices_and_a_task_keeps_its_own_whole():
     for task in ("a", "b", "a"):
         pipe.verify(state, batch, task=task)
         state, _ = pipe.step(state, batch, task=task)
+
+
+def test_a_loop_may_read_several_rows_an_iteration_and_leave_rows_out(x64):
+    def loss(params, batch):
+        def step(x, pair):
+            w, b = pair["w"], pair["b"]
+            return layer(layer(x, w[0], b[0]), w[1], b[1]), None
+
+        x, _ = jax.lax.scan(step, layer(batch, params["w"][0], params["b"][0]), jax.tree.map(pairs, params))
+        return (layer(x, params["w"][9], params["b"][9]) ** 2).mean()
+
+    def pairs(leaf):
+        return leaf[1:9].reshape(4, 2, *leaf.shape[1:])
+
+    given = params(10)
+    pipe = pipeline(loss, optax.adamw(1e-2))
+    state = pipe.init(given, BATCH)
+    ends = [int(name.rpartition(":")[2]) for stage in owned(pipe) for name in stage if name.startswith("w")]
+    assert ends[-2:] == [9, 10] and ends == sorted(ends)
+    assert all(end % 2 for end in ends[:-1]), "a pair is divided"
+    assert [any(name.startswith("w") for name in stage) for stage in owned(pipe)] == [True] * 4
+    pipe.verify(state, BATCH)
+
+
+def test_a_python_loop_may_read_rows_that_were_put_together(x64):
+    def loss(params, batch):
+        w, b = (leaf.reshape(4, 2, *leaf.shape[1:]) for leaf in (params["w"], params["b"]))
+        for k in range(4):
+            batch = layer(layer(batch, w[k, 0], b[k, 0]), w[k, 1], b[k, 1])
+        return (batch**2).mean()
+
+    pipe = pipeline(loss)
+    state = pipe.init(params(), BATCH)
+    assert owned(pipe) == [(f"b/{k}:{k + 2}", f"w/{k}:{k + 2}") for k in (0, 2, 4, 6)]
+    pipe.verify(state, BATCH)

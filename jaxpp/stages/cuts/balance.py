@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from jax.extend.core import JaxprEqn
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from jaxpp.errors import CutError
 from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.cuts.head import head_of
 from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, multiplies, scan_of, variables
 from jaxpp.stages.loss.traced_loss import STATE_RULE, TracedLoss
 
@@ -51,8 +52,11 @@ def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
     allowed = [k for k in range(1, len(total) - 1) if k not in loss.barred]
     if len(allowed) < num_stages - 1:
         return None
-    ends = np.asarray([*allowed, len(total) - 1])
-    sums = total[ends]
+    return _least(total[[*allowed, len(total) - 1]], num_stages)
+
+
+def _least(sums: Float[np.ndarray, " ends"], num_stages: int) -> float:
+    """The least that the largest of ``num_stages`` stages can cost, each of which ends where ``sums`` has been passed."""
 
     def reach(limit: float) -> float:
         """The largest stage if each is as long as ``limit`` lets it be; infinite if that takes more stages than there are."""
@@ -62,11 +66,11 @@ def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
             if last <= at:
                 return np.inf
             largest, start, at = max(largest, float(sums[last] - start)), float(sums[last]), last
-            if at == len(ends) - 1:
+            if at == len(sums) - 1:
                 return largest
         return np.inf
 
-    low, high = 0.0, float(total[-1])
+    low, high = 0.0, float(sums[-1])
     for _ in range(100):
         middle = (low + high) / 2
         found = reach(middle)
@@ -276,6 +280,7 @@ def _known_names(loss: TracedLoss) -> list[str]:
     return [name for name in dict.fromkeys([*depth_two, *tops]) if name]
 
 
+GAIN = 1.1  # How many times as fast a step must become before a warning says how to divide the head
 UNEVEN = 1.5  # How many times the mean the largest stage may cost before a warning says so
 
 
@@ -323,9 +328,24 @@ def uneven(loss: TracedLoss, cuts: Cuts) -> UnevenStagesWarning | None:
         f"Got: stage {largest} does {share:.0%} of the work, {share * num_stages:.1f} times the mean, so {num_stages} stages are "
         f"at most {1 / share:.2f} times as fast as one device. {module} weighs most in it: {weight / total:.0%} of the work, "
         f"{_share(loss, heaviest):.0%} in one {eqn.primitive.name}.",
-        f"Fix: {_remedy(loss, range(start + 1, start + len(stages[largest])), eqn, num_stages)}.",
+        f"Fix: {_divide_head(loss, heaviest, num_stages, 1 / share)}"
+        f"{_remedy(loss, range(start + 1, start + len(stages[largest])), eqn, num_stages)}.",
     ]
     return UnevenStagesWarning("\n  ".join(lines))
+
+
+def _divide_head(loss: TracedLoss, heaviest: int, num_stages: int, speed: float) -> str:
+    """What dividing a language model's head would gain, and the line to write; nothing if that is not what weighs most."""
+    head = head_of(loss, heaviest)
+    if head is None:
+        return ""
+    divided = sum(head.costs) / _least(np.cumsum(np.asarray(head.costs)), num_stages)
+    if divided < GAIN * speed:
+        return ""
+    line = f"jaxpp.linear_cross_entropy(hidden, table, labels{', bias=bias' * head.has_bias}).mean()"
+    what = f"the product with {head.table} and its cross entropy, with one row of table for each word"
+    gain = f"{num_stages} stages are then at most {divided:.2f} times as fast as one device"
+    return f"return the hidden states, and write {line} for {what}: {gain}; or "
 
 
 def _remedy(loss: TracedLoss, inside: range, eqn: JaxprEqn, num_stages: int) -> str:
