@@ -24,23 +24,17 @@ def placements(work: Sequence[float], num_ranks: int) -> tuple[tuple[int, ...], 
 
 def _levelled(owner: Sequence[int], work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
     """Pairs of stages change their ranks, the best pair first, as long as that lowers what the busiest ranks have to do."""
-    owner, loads = list(owner), [0.0] * num_ranks
-    for stage, rank in enumerate(owner):
-        loads[rank] += work[stage]
+    owner, whole = list(owner), sum(work) or 1.0
+
+    def busiest(pair: tuple[int, int] = (0, 0)) -> list[float]:
+        """What the ranks have to do, the busiest first, if two stages change their ranks."""
+        loads, (a, b) = [0.0] * num_ranks, pair
+        for stage, rank in enumerate(owner):
+            loads[rank] += work[b if stage == a else a if stage == b else stage]
+        return sorted((round(load / whole, 9) for load in loads), reverse=True)  # rounding noise is no gain
+
     while True:
-        options = [(_after(loads, owner, work, pair), pair) for pair in itertools.combinations(range(len(owner)), 2)]
-        busiest, (a, b) = min(options, default=([], (0, 0)))
-        if busiest >= sorted(loads, reverse=True):
+        loads, (a, b) = min((busiest(pair), pair) for pair in itertools.combinations_with_replacement(range(len(owner)), 2))
+        if loads >= busiest():
             return tuple(owner)
-        loads[owner[a]] += work[b] - work[a]
-        loads[owner[b]] += work[a] - work[b]
         owner[a], owner[b] = owner[b], owner[a]
-
-
-def _after(loads: Sequence[float], owner: Sequence[int], work: Sequence[float], pair: tuple[int, int]) -> list[float]:
-    """What the ranks would have to do, the busiest first."""
-    a, b = pair
-    changed = list(loads)
-    changed[owner[a]] += work[b] - work[a]
-    changed[owner[b]] += work[a] - work[b]
-    return sorted(changed, reverse=True)

@@ -5,7 +5,7 @@ each row alone. Memory is known from a row alone, too: F of a stage takes the by
 """
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,13 +42,20 @@ class Times(NamedTuple):
 
 
 def in_order(rows: Iterable[ActionRow]) -> tuple[ActionRow, ...]:
-    """The rows with the microbatches of each stage and kind in order, which changes no time and no memory."""
+    """The rows with the microbatches of each stage in order, which changes no time and no memory."""
     found = []
     for row in rows:
-        seen, actions = Counter[tuple[int, Kind]](), list[Action]()
+        seen, owed = Counter[tuple[int, bool]](), defaultdict[int, deque[int]](deque)
+        actions = list[Action]()
         for stage, kind, _ in row:
-            actions.append(Action(stage, kind, seen[stage, kind]))
-            seen[stage, kind] += 1
+            if kind == Kind.W:
+                microbatch = owed[stage].popleft()
+            else:
+                microbatch = seen[stage, kind == Kind.F]
+                seen[stage, kind == Kind.F] += 1
+            if kind == Kind.I:
+                owed[stage].append(microbatch)
+            actions.append(Action(stage, kind, microbatch))
         found.append(tuple(actions))
     return tuple(found)
 
