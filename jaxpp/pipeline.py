@@ -231,8 +231,12 @@ class Pipeline(Forward):
 
     @property
     def schedule(self) -> Schedule:
-        """Which rank does which action, in which order."""
-        return self._options.schedule
+        """Which rank does which action, in which order; of ``schedule="auto"``, after ``init``.
+
+        Raises:
+            StateError: with ``schedule="auto"``, before ``init``.
+        """
+        return self._opened("schedule").engine.options.schedule if self._options.made_to_measure else self._options.schedule
 
     @property
     def state(self) -> State:

@@ -36,5 +36,6 @@ def _levelled(owner: Sequence[int], work: Sequence[float], num_ranks: int) -> tu
     while True:
         loads, (a, b) = min((busiest(pair), pair) for pair in itertools.combinations_with_replacement(range(len(owner)), 2))
         if loads >= busiest():
-            return tuple(owner)
+            names = {rank: number for number, rank in enumerate(dict.fromkeys(owner))}
+            return tuple(names[rank] for rank in owner)  # stage 0 lies on rank 0
         owner[a], owner[b] = owner[b], owner[a]

@@ -13,7 +13,7 @@ from jaxpp.errors import ScheduleError
 from jaxpp.errors.tracebacks import entry
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Number
-from jaxpp.schedule.registry import SCHEDULES, make
+from jaxpp.schedule.registry import AUTO, SCHEDULES, make
 from jaxpp.schedule.simulate import is_cost, listed, per_stage, simulate
 from jaxpp.schedule.synthesis.greedy import RULES, order_by
 from jaxpp.schedule.synthesis.local_search import improve
@@ -24,7 +24,7 @@ from jaxpp.schedule.validate import check_counts, check_owners
 _STARTS = 12  # orders from which the search begins
 _USUAL = 1000  # actions, up to which the search makes all steps that it is asked for
 _FINALISTS = 3  # of these, that are searched for longer
-_NAME, _WHERE = "auto", "synthesise(...)"
+_WHERE = "synthesise(...)"
 _TIMES = "forward", "input_grad", "weight_grad", "transfer"
 
 
@@ -110,7 +110,7 @@ def synthesise(  # noqa: PLR0913  (the costs of everything)
     works = _with_room([Work(plain, each, microbatches, rooms, (split,) * num_stages) for each in owners])
     named = _named(works, ranks, microbatches)
     best = _search(works, named, int(effort))
-    made = Schedule(_NAME, best.work.action_rows(best.rows), best.work.owner)
+    made = Schedule(AUTO, best.work.action_rows(best.rows), best.work.owner)
     return min([made, *named], key=lambda schedule: _makespan(schedule, costs))
 
 
@@ -120,7 +120,7 @@ def _makespan(schedule: Schedule, costs: Mapping[str, tuple[Number, ...]]) -> Nu
 
 
 def _owner(stage_to_rank: Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:
-    owner = check_owners(_NAME, stage_to_rank, num_ranks)
+    owner = check_owners(AUTO, stage_to_rank, num_ranks)
     if owner and (idle := sorted(set(range(num_ranks)) - set(owner))):
         got = f"stage_to_rank={stage_to_rank!r}, num_ranks={num_ranks}: no stage on rank {', '.join(map(str, idle))}"
         raise ScheduleError(_WHERE, "each rank owns at least one stage", got, f"pass num_ranks={len(set(owner))}")
@@ -177,7 +177,7 @@ def _named(works: Sequence[Work], num_ranks: int, num_microbatches: int) -> list
         if (work := owners.get(schedule.stage_to_rank)) is not None:
             rows = work.numbered(schedule.rows)
             if rows is not None and work.fits(rows):
-                found.append(Schedule(_NAME, in_order(schedule.rows), schedule.stage_to_rank))
+                found.append(Schedule(AUTO, in_order(schedule.rows), schedule.stage_to_rank))
     return found
 
 
