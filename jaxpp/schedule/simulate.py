@@ -261,14 +261,14 @@ def simulate(  # noqa: PLR0913  (the costs of everything)
     return Simulation(schedule, costs)
 
 
-def listed(value: Any, length: int) -> tuple[Any, ...]:
+def items_of(value: Any, length: int) -> tuple[Any, ...]:
     """The items of a sequence, or so many of one value; arrays as Python's numbers."""
     value = _plain(value)
     return tuple(map(_plain, value)) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * length
 
 
 def _offload(value: object, num_stages: int) -> tuple[int | None, ...]:
-    given = listed(value, num_stages)
+    given = items_of(value, num_stages)
     kept = tuple(each if each is None else int(each) for each in given if each is None or is_count(each))
     if not len(kept) == len(given) == num_stages:
         rule = "offload is the number of microbatches whose residuals stay, at least 0, or None; or a sequence of one a stage"
@@ -297,7 +297,7 @@ def is_cost(value: object) -> TypeGuard[Number]:
 
 def per_stage(value: object, num_stages: int, boundaries: bool) -> tuple[Number, ...] | None:
     """A cost for each stage, or for each boundary between two; None if the value is no cost, or not as many."""
-    given = listed(value, num_stages)
+    given = items_of(value, num_stages)
     fits = len(given) == num_stages or (boundaries and len(given) == num_stages - 1)
     costs = tuple(cost for cost in given if is_cost(cost))
     return costs[: num_stages - boundaries] if fits and len(costs) == len(given) else None

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxpp.schedule.synthesis.work import BACK, FORWARD, WEIGHT, Work
+from jaxpp.schedule.synthesis.work import BACK, FORWARD, WEIGHT, StepWork
 
 
 class Rule(NamedTuple):
@@ -38,7 +38,7 @@ def _last_stage_first(kind: int, stage: int, microbatch: int) -> tuple[int, ...]
     return -stage, -kind, microbatch
 
 
-RULES = (
+GREEDY_RULES = (
     Rule(_last_stage_first),
     Rule(_oldest_first),
     Rule(_oldest_first, patience=0.5),
@@ -58,7 +58,7 @@ class _Offer(NamedTuple):
 class _Run:
     """A clock that runs while the order is made: how far each stage is with each kind, and when what it made was there."""
 
-    def __init__(self, work: Work, rule: Rule):
+    def __init__(self, work: StepWork, rule: Rule):
         self.work, self.rule = work, rule
         self.done = [[0] * work.num_stages for _ in range(3)]
         self.ends: list[list[list[float]]] = [[[] for _ in range(work.num_stages)] for _ in range(2)]
@@ -105,18 +105,16 @@ class _Run:
 
     def choice(self, found: list[_Offer], due: list[_Offer]) -> _Offer:
         """What the rank does next: what the rule prefers of what comes soon; W where nothing does."""
-        debt = min(due, key=lambda offer: (self.done[WEIGHT][offer.stage], -offer.stage), default=None)
         start = min(offer.start for offer in (*found, *due))
         soon = [offer for offer in found if offer.start <= start + self.patience + self.work.noise]
+        debts = sorted(due, key=lambda offer: (self.done[WEIGHT][offer.stage], -offer.stage))
         if not soon:
-            assert debt is not None  # what there is nothing else to do than
-            return debt
+            return debts[0]
         best = min(
             soon, key=lambda offer: (*self.rule.rank(offer.kind, offer.stage, self.done[offer.kind][offer.stage]), offer.start)
         )
-        if debt is not None and (self.rule.weights_first or best.start - start >= self.work.durations[WEIGHT][debt.stage] / 2):
-            return debt
-        return best
+        gap = math.inf if self.rule.weights_first else best.start - start
+        return debts[0] if debts and gap >= self.work.durations[WEIGHT][debts[0].stage] / 2 else best
 
     def take(self, rank: int, offer: _Offer) -> None:
         """Run it."""
@@ -131,7 +129,7 @@ class _Run:
         self.rows[rank].append(action)
 
 
-def order_by(work: Work, rule: Rule) -> list[list[int]]:
+def order_by(work: StepWork, rule: Rule) -> list[list[int]]:
     """The rows that a rule makes; they stay within the room of each rank, which must hold the residuals of one microbatch."""
     run = _Run(work, rule)
     ranks, version = range(len(work.room)), [0] * len(work.room)

@@ -1,4 +1,4 @@
-"""Rows improved step by step: a tabu search over the longest path.
+"""NumberedRows improved step by step: a tabu search over the longest path.
 
 What makes a step long is one path of actions, each of which starts when the one before it ends or has arrived. Only a change on
 that path can make the step shorter, and only one that moves an action within a run of the path on one rank (a block), as in job
@@ -10,10 +10,11 @@ Vazacopoulos, Guided Local Search with Shifting Bottleneck for Job Shop Scheduli
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxpp.schedule.synthesis.work import Rows, Times, Work
+from jaxpp.schedule.synthesis.work import NumberedRows, Starts, StepWork
 
 _TENURE = 8  # steps for which an action is not moved back
 
@@ -37,9 +38,9 @@ class _Move(NamedTuple):
 
 
 class _Search:
-    """Rows, when their actions start, and how long it takes from each start to the end of the step."""
+    """NumberedRows, when their actions start, and how long it takes from each start to the end of the step."""
 
-    def __init__(self, work: Work, rows: Rows, times: Times):
+    def __init__(self, work: StepWork, rows: NumberedRows, times: Starts):
         self.work, self.rows, self.times = work, [list(row) for row in rows], times
         self.kept: dict[tuple[int, bool], int] = {}  # until when an action is not moved, by direction
 
@@ -166,11 +167,12 @@ class _Search:
             self.kept[chosen.action, not chosen.earlier] = number + _TENURE + 7 * number % 5
 
 
-def improve(work: Work, rows: Rows, num_steps: int) -> Improved:
+def improve(work: StepWork, rows: NumberedRows, num_steps: int) -> Improved:
     """The best rows in so many steps from some rows; it ends where no order is shorter."""
-    times = work.clock(rows)
-    assert times is not None, "the rows can run"
-    search, best = _Search(work, rows, times), Improved(times.span, tuple(map(tuple, rows)))
+    times, given = work.clock(rows), tuple(map(tuple, rows))
+    if times is None:
+        return Improved(math.inf, given)
+    search, best = _Search(work, rows, times), Improved(times.span, given)
     for number in range(num_steps):
         if best.span <= work.least_span + work.noise:
             break

@@ -14,11 +14,11 @@ from jaxpp.errors.tracebacks import entry
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Number
 from jaxpp.schedule.registry import AUTO, SCHEDULES, make
-from jaxpp.schedule.simulate import is_cost, listed, per_stage, simulate
-from jaxpp.schedule.synthesis.greedy import RULES, order_by
+from jaxpp.schedule.simulate import is_cost, items_of, per_stage, simulate
+from jaxpp.schedule.synthesis.greedy import GREEDY_RULES, order_by
 from jaxpp.schedule.synthesis.local_search import improve
 from jaxpp.schedule.synthesis.placements import placements
-from jaxpp.schedule.synthesis.work import Rows, StageCosts, Work, in_order
+from jaxpp.schedule.synthesis.work import NumberedRows, StageCosts, StepWork, in_order
 from jaxpp.schedule.validate import check_counts, check_owners
 
 _STARTS = 12  # orders from which the search begins
@@ -33,8 +33,8 @@ class _Start(NamedTuple):
 
     span: float
     held: float  # the most bytes of residuals on any rank
-    work: Work
-    rows: Rows
+    work: StepWork
+    rows: NumberedRows
 
 
 @entry
@@ -107,7 +107,7 @@ def synthesise(  # noqa: PLR0913  (the costs of everything)
     whole = tuple(map(sum, zip(*(costs[name] for name in _TIMES[:3]), strict=True)))
     owners = [owner] if owner else placements(whole, ranks)
     plain = StageCosts(*(tuple(map(float, each)) for each in costs.values()))
-    works = _with_room([Work(plain, each, microbatches, rooms, (split,) * num_stages) for each in owners])
+    works = _with_room([StepWork(plain, each, microbatches, rooms, (split,) * num_stages) for each in owners])
     named = _named(works, ranks, microbatches)
     best = _search(works, named, int(effort))
     made = Schedule(AUTO, best.work.action_rows(best.rows), best.work.owner)
@@ -140,17 +140,17 @@ def _rooms(room: object, num_ranks: int, costs: Mapping[str, tuple[Number, ...]]
     """What each rank has room for."""
     if room is None:
         return (float(num_microbatches * sum(costs["residuals"])),) * num_ranks
-    found = [float(each) for each in listed(room, num_ranks) if is_cost(each)]
-    if len(found) != num_ranks or len(listed(room, num_ranks)) != num_ranks:
+    found = [float(each) for each in items_of(room, num_ranks) if is_cost(each)]
+    if len(found) != num_ranks or len(items_of(room, num_ranks)) != num_ranks:
         rule = "room is a finite number of at least 0, or a sequence of one a rank"
         raise ScheduleError(_WHERE, rule, f"room={room!r}", f"pass one number, or {num_ranks} of them; or leave it out")
     return tuple(found)
 
 
-def _with_room(works: Sequence[Work]) -> list[Work]:
+def _with_room(works: Sequence[StepWork]) -> list[StepWork]:
     """Those in which each rank has room for one microbatch."""
 
-    def lacking(work: Work) -> dict[int, float]:
+    def lacking(work: StepWork) -> dict[int, float]:
         needs = [sum(work.costs.residuals[s] for s in stages) for stages in work.stages_of]
         return {rank: need for rank, need in enumerate(needs) if need > work.room[rank] + work.slack}
 
@@ -166,7 +166,7 @@ def _with_room(works: Sequence[Work]) -> list[Work]:
     raise ScheduleError(_WHERE, rule, got, fix)
 
 
-def _named(works: Sequence[Work], num_ranks: int, num_microbatches: int) -> list[Schedule]:
+def _named(works: Sequence[StepWork], num_ranks: int, num_microbatches: int) -> list[Schedule]:
     """The schedules of the registry that have the stages of one of the works, and fit; called as what is synthesised."""
     found, owners = list[Schedule](), {work.owner: work for work in works}
     v, left = divmod(len(works[0].owner), num_ranks)
@@ -181,7 +181,7 @@ def _named(works: Sequence[Work], num_ranks: int, num_microbatches: int) -> list
     return found
 
 
-def _search(works: Sequence[Work], named: Sequence[Schedule], effort: int) -> _Start:
+def _search(works: Sequence[StepWork], named: Sequence[Schedule], effort: int) -> _Start:
     """The best order: the most promising starts are improved a little, and the best of these for longer."""
     num_steps = round(effort * min(1, _USUAL / len(works[0].actions)))
     starts = _starts(works, named)[:_STARTS]
@@ -189,7 +189,7 @@ def _search(works: Sequence[Work], named: Sequence[Schedule], effort: int) -> _S
     return _with_whole_backwards(_improved(improved[:_FINALISTS], num_steps // 2 // _FINALISTS)[0])
 
 
-def _starts(works: Sequence[Work], named: Sequence[Schedule]) -> list[_Start]:
+def _starts(works: Sequence[StepWork], named: Sequence[Schedule]) -> list[_Start]:
     """Orders from which a search may begin, the best first: the named ones, and those of each rule."""
     found: dict[tuple[int, ...], _Start] = {}
     shortest = math.inf
@@ -197,14 +197,14 @@ def _starts(works: Sequence[Work], named: Sequence[Schedule]) -> list[_Start]:
         if work.least_span >= shortest - work.noise:
             break
         given = [work.numbered(schedule.rows) for schedule in named if schedule.stage_to_rank == work.owner]
-        orders = [*filter(None, given), *(order_by(work, rule) for rule in RULES)]
+        orders = [*filter(None, given), *(order_by(work, rule) for rule in GREEDY_RULES)]
         starts = [_timed(work, rows) for rows in orders]
         found |= {(*work.owner, *itertools.chain(*start.rows)): start for start in starts}
         shortest = min(shortest, *(start.span for start in starts))
     return sorted(found.values(), key=lambda start: start[:2])
 
 
-def _timed(work: Work, rows: Rows) -> _Start:
+def _timed(work: StepWork, rows: NumberedRows) -> _Start:
     times = work.clock(rows)
     return _Start(math.inf if times is None else times.span, max(work.peaks(rows)), work, rows)
 
@@ -229,7 +229,7 @@ def _with_whole_backwards(start: _Start) -> _Start:
         if not work.split[stage]:
             continue
         split = tuple(each and s != stage for s, each in enumerate(work.split))
-        changed = Work(work.costs, work.owner, work.num_microbatches, work.room, split)
+        changed = StepWork(work.costs, work.owner, work.num_microbatches, work.room, split)
         kept = frozenset(changed.actions)
         other = _timed(changed, [[action for action in row if action in kept] for row in start.rows])
         if other.span <= start.span + work.noise:

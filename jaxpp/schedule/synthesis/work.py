@@ -14,7 +14,7 @@ from typing import NamedTuple
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.clock import ActionRow
 
-Rows = Sequence[Sequence[int]]
+NumberedRows = Sequence[Sequence[int]]
 FORWARD, BACK, WEIGHT = range(3)  # the kinds of actions; BACK is I of a stage that is split, and B of one that is not
 
 
@@ -33,7 +33,7 @@ class StageCosts(NamedTuple):
         return tuple(map(sum, zip(*self[:3], strict=True)))
 
 
-class Times(NamedTuple):
+class Starts(NamedTuple):
     """When each action starts, the actions in an order in which each comes behind all that it needs, and the makespan."""
 
     starts: list[float]
@@ -61,7 +61,7 @@ def in_order(rows: Iterable[ActionRow]) -> tuple[ActionRow, ...]:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """All actions of a step; that of a kind, stage and microbatch has the number ``(kind * S + stage) * M + microbatch``."""
 
     costs: StageCosts
@@ -147,7 +147,7 @@ class Work:
 
     @cached_property
     def noise(self) -> float:
-        """Times that differ by less are equal."""
+        """Starts that differ by less are equal."""
         return 1e-10 * (sum(self.costs.whole) + sum(self.hops)) or 1e-300
 
     @cached_property
@@ -155,15 +155,15 @@ class Work:
         """Bytes that differ by less are equal."""
         return 1e-9 * max(*self.costs.residuals, 1e-300)
 
-    def fits(self, rows: Rows) -> bool:
+    def fits(self, rows: NumberedRows) -> bool:
         """Whether each row stays within the room of its rank."""
         return all(peak <= room + self.slack for peak, room in zip(self.peaks(rows), self.room, strict=True))
 
-    def peaks(self, rows: Rows) -> tuple[float, ...]:
+    def peaks(self, rows: NumberedRows) -> tuple[float, ...]:
         """The most bytes of residuals on each rank."""
         return tuple(max(itertools.accumulate(map(self.change.__getitem__, row)), default=0.0) for row in rows)
 
-    def clock(self, rows: Rows) -> Times | None:
+    def clock(self, rows: NumberedRows) -> Starts | None:
         """When each action starts, as ``jaxpp.schedule.clock.replay`` says; None if the rows wait for one another for ever."""
         duration, needs, lag, behind = self.duration, self.needs, self.lag, self.behind
         starts = [-1.0] * len(duration)
@@ -192,7 +192,7 @@ class Work:
                 if action in waiting:
                     ready.append(waiting.pop(action))
             at[rank], clocks[rank] = first, time
-        return Times(starts, order, max(clocks)) if len(order) == len(self.actions) else None
+        return Starts(starts, order, max(clocks)) if len(order) == len(self.actions) else None
 
     @cached_property
     def least_span(self) -> float:
@@ -233,7 +233,7 @@ class Work:
             found.append(numbers)
         return found
 
-    def action_rows(self, rows: Rows) -> tuple[ActionRow, ...]:
+    def action_rows(self, rows: NumberedRows) -> tuple[ActionRow, ...]:
         """The rows as those of a schedule."""
         return tuple(tuple(map(self._action, row)) for row in rows)
 

@@ -1,0 +1,1 @@
+"""What do true costs change?"""
