@@ -1,1 +1,1 @@
-"""What do true costs change?"""
+"""What do schedules gain that are made for the costs of their stages?"""

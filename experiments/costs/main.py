@@ -1,4 +1,4 @@
-"""What do true costs change? See README.md beside this. Each table is a module of its own, and needs no device."""
+"""What do schedules gain that are made for the costs of their stages? See README.md beside this. No device is needed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

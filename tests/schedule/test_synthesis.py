@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule import SCHEDULES, Kind, Schedule, from_csv, make, simulate, synthesise
 from jaxpp.schedule.synthesis.greedy import GREEDY_RULES, order_by
-from jaxpp.schedule.synthesis.local_search import improve
+from jaxpp.schedule.synthesis.local_search import Search, improve
 from jaxpp.schedule.synthesis.placements import placements
 from jaxpp.schedule.synthesis.work import StageCosts, StepWork
 from tests.schedule.shortest import shortest
@@ -83,6 +83,24 @@ def test_the_search_only_makes_orders_shorter_and_never_shorter_than_the_bound(s
     assert work.fits(after.rows)
     assert work.clock(after.rows).span == after.span
     assert work.least_span - 1e-9 <= after.span <= before
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_block_as_it_stands_is_estimated_at_the_makespan_and_a_swap_at_no_more_than_it_gives(seed):
+    work, _ = work_of(seed)
+    rows = order_by(work, GREEDY_RULES[seed])
+    times = work.clock(rows)
+    search = Search(work, rows, times)
+    search.look_ahead()
+    for rank, first, last in search.blocks():
+        part = search.rows[rank][first : last + 1]
+        assert search.estimate(rank, first, part) == pytest.approx(times.span)
+        for move in search.moves(rank, first, last):
+            changed = [list(row) for row in rows]
+            changed[rank][move.first : move.first + len(move.part)] = move.part
+            after = work.clock(changed)
+            assert work.fits(changed)
+            assert after is None or len(move.part) > 2 or move.estimate <= after.span + 1e-9
 
 
 def test_the_search_finds_what_the_rule_missed():

@@ -37,7 +37,7 @@ class _Move(NamedTuple):
     earlier: bool
 
 
-class _Search:
+class Search:
     """NumberedRows, when their actions start, and how long it takes from each start to the end of the step."""
 
     def __init__(self, work: StepWork, rows: NumberedRows, times: Starts):
@@ -172,7 +172,7 @@ def improve(work: StepWork, rows: NumberedRows, num_steps: int) -> Improved:
     times, given = work.clock(rows), tuple(map(tuple, rows))
     if times is None:
         return Improved(math.inf, given)
-    search, best = _Search(work, rows, times), Improved(times.span, given)
+    search, best = Search(work, rows, times), Improved(times.span, given)
     for number in range(num_steps):
         if best.span <= work.least_span + work.noise:
             break
