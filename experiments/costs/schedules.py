@@ -140,7 +140,7 @@ def random_table(seed: int, *, small: bool = False, split: bool = True) -> CostT
 
 
 def unavoidable(costs: CostTable, *, split: bool = True) -> float:
-    """Idle time of all ranks that no order removes, wherever the stages lie, as far as is known.
+    """Idle time of all ranks that no order removes, as far as is known, wherever the search lets the stages lie.
 
     The busiest rank has to wait for its first microbatch, and the others for that rank; and memory has room for so many
     microbatches at once.
