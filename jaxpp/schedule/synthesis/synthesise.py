@@ -73,7 +73,7 @@ def synthesise(  # noqa: PLR0913  (the costs of everything)
         room: what each rank has room for, in the same unit: one number, or one for each rank. Default: room for everything.
         split: whether backwards may run as I and W. A stage that gains nothing by that runs B even so. XLA may round I and W
             otherwise than B, so the last bits of gradients may differ from those of 1f1b.
-        effort: how many steps the search makes in all. 2,000 take about a second for 4 ranks, 16 microbatches and 2 stages a rank.
+        effort: how many steps the search makes in all. 2,000 take two seconds for 4 ranks, 16 microbatches and 2 stages a rank.
 
     Returns:
         a schedule called ``"auto"``. All microbatches pass each stage in order.
