@@ -12,13 +12,13 @@ from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_flags, check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.edges import HOST_MEMORY
-from jaxpp.runtime.place import MODEL, DevicesWarning, Place, Placement, devices_warning, place, submeshes
+from jaxpp.runtime.place import MODEL, DevicesWarning, Place, Placement, devices_warning, num_places, place, submeshes
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded, offloads
-from jaxpp.schedule.registry import make_for_stages
+from jaxpp.schedule.registry import AUTO, make, make_for_stages
 from jaxpp.schedule.validate import check_counts, is_count
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.rng_key import positional_key
@@ -32,7 +32,7 @@ class Options:
     """What the user asked for: the arguments of ``Pipeline``, checked and settled by ``of``."""
 
     loss_fn: LossFn  # loss_fn(params[, model_state], batch[, key]); takes the key by position
-    schedule: Schedule
+    schedule: Schedule  # if made_to_measure, another one with as many ranks, until the stages are known
     places: tuple[Place, ...]  # of the ranks, in order, reused round-robin: devices, or sub-meshes of mesh
     has_aux: bool = False
     weight: Callable[[Batch], ArrayLike] | str | None = None  # of a microbatch; None: the number of its examples; "auto"
@@ -51,6 +51,7 @@ class Options:
     fuse: bool = False  # whether a forward and the backward right behind it run as one program, where a stage can
     hbm: int | None = None  # bytes of each device, into which a step is to fit; None if nobody asks
     devices_warning: DevicesWarning | None = None  # what to tell the user of devices that nobody named
+    made_to_measure: bool = False  # whether the schedule is yet to be found for what the stages will take: schedule="auto"
     is_loss: bool = True  # False: loss_fn is a function that returns outputs, with has_state (new_model_state, outputs)
 
     @classmethod
@@ -75,7 +76,11 @@ class Options:
         check_flags(where, **{name: others[name] for name in ("has_aux", "has_state") if name in others})
         _check_functions(loss_fn, others)
         sizes = int(num_stages), int(num_stages if num_microbatches is None else num_microbatches)
-        made = _schedule_of(schedule, *sizes) if others.get("is_loss", True) else forward(*sizes)
+        auto = isinstance(schedule, str) and schedule == AUTO
+        if auto:
+            made = _before_measuring(*sizes, num_places(devices, mesh, data_parallel))
+        else:
+            made = _schedule_of(schedule, *sizes) if others.get("is_loss", True) else forward(*sizes)
         has_state = others.get("has_state", False)
         if has_state:
             _check_order(made)
@@ -99,6 +104,7 @@ class Options:
         others.setdefault("fuse", None)
         others["offload"] = others["remat"]
         given = {name: settled[name](value) if name in settled else value for name, value in others.items()}
+        given["made_to_measure"] = auto
         called = "loss_fn" if others.get("is_loss", True) else "fn"
         if devices is None and mesh is None:
             given["devices_warning"] = devices_warning(made, places, data_parallel, by_name=isinstance(schedule, str))
@@ -234,6 +240,15 @@ def _schedule_of(schedule: str | Schedule, num_stages: int, num_microbatches: in
         fix = f"pass num_stages={sizes[0]}, num_microbatches={sizes[1]}, or another schedule"
         raise ArgumentError(f"schedule={made.name!r}", rule, got, fix)
     return made
+
+
+def _before_measuring(num_stages: int, num_microbatches: int, num_places: int) -> Schedule:
+    """What stands for a schedule that is yet to be made: as many ranks as there are places for, with equally many stages each."""
+    num_ranks = max(count for count in range(1, num_stages + 1) if num_stages % count == 0 and count <= max(1, num_places))
+    per_rank = num_stages // num_ranks
+    options = {} if per_rank == 1 else {"stages_per_rank": per_rank}
+    made = make("1f1b" if per_rank == 1 else "looped-bfs", num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
+    return Schedule(AUTO, made.rows, made.stage_to_rank)
 
 
 def _check_order(schedule: Schedule) -> None:

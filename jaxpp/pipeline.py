@@ -66,7 +66,10 @@ class Pipeline(Forward):
         num_stages: how many stages to cut the loss into: the number of ranks times the stages on each rank.
         num_microbatches: how many parts the batch is split into along axis 0. Default: ``num_stages``.
         schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``. Schedules with two stages on each rank (interleaved,
-            looped-bfs and the V-shaped ones) run on half as many devices as there are stages.
+            looped-bfs and the V-shaped ones) run on half as many devices as there are stages. ``"auto"`` makes one for the stages
+            of this pipeline when they are known: as many ranks as there are devices for (a divisor of ``num_stages``), and on no
+            rank more residuals than the fullest rank of 1f1b might hold. What stages take are their FLOPs, or, with
+            ``balance="time"``, seconds, transfers included. Backwards may be split, so the last bits of gradients may differ.
         has_aux: whether the loss returns ``(loss, aux)``.
         reduce_aux: how the aux values of the microbatches become the aux of the step: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``,
             ``"last"``, ``"join"``, ``"stack"``, a function of ``(values, weights)`` with the microbatches along their first axis,
@@ -237,8 +240,12 @@ class Pipeline(Forward):
 
     @property
     def schedule(self) -> Schedule:
-        """Which rank does which action, in which order."""
-        return self._options.schedule
+        """Which rank does which action, in which order; of ``schedule="auto"``, after ``init``.
+
+        Raises:
+            StateError: with ``schedule="auto"``, before ``init``.
+        """
+        return self._opened("schedule").engine.options.schedule if self._options.made_to_measure else self._options.schedule
 
     @property
     def state(self) -> State:

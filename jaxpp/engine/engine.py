@@ -15,6 +15,7 @@ import optax
 from jaxpp.engine.compared import step_texts
 from jaxpp.engine.layout import Layout, Placed, Preparer, lay_out, place_leaves
 from jaxpp.engine.lru import LRU
+from jaxpp.engine.made_to_measure import made_for
 from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves, with_reports
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes, shapes_key
 from jaxpp.optim.update import Update, add_update, flat
@@ -73,7 +74,7 @@ class Engine:
     def with_schedule(self, schedule: Schedule, offload: tuple[int | None, ...] | None = None) -> "Engine":
         """The same cuts in another order, programs shared where a stage keeps its device; ``offload`` is as here if None."""
         offload = self.options.offload if offload is None else offload
-        options = dataclasses.replace(self.options, schedule=schedule, offload=offload)
+        options = dataclasses.replace(self.options, schedule=schedule, offload=offload, made_to_measure=False)
         placed = dataclasses.replace(self.placed, base=options.placement)
         preparer = self.preparer.for_schedule(options, placed.placement)
         return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
@@ -337,7 +338,8 @@ def open_engine(
     """The engine for parameters (and the model state, if any) and a batch of these shapes: the loss cut, the optimizer placed.
 
     ``known``, an engine of the same options, is returned if it is for these shapes, and lends its programs otherwise, itself
-    unchanged whatever is refused. The loss is cut at the same places as in the layout ``like``.
+    unchanged whatever is refused. The loss is cut at the same places as in the layout ``like``. A schedule that is to be made to
+    measure is made here.
     """
     shapes = shapes_key(batch, key)
     if known is not None and same_shapes(known.layout.given, variables) and known.opened_at == shapes:
@@ -346,7 +348,8 @@ def open_engine(
     layout, microbatch, first = lay_out(options, optimizer, variables, batch, key, programs, like)
     placed = place_leaves(options, optimizer, layout, first)
     preparer = Preparer(options, layout, placed.placement, first, microbatch, key)
-    return Engine(options, optimizer, placed, preparer, programs, shapes)
+    engine = Engine(options, optimizer, placed, preparer, programs, shapes)
+    return engine.with_schedule(made_for(options, first, programs)) if options.made_to_measure else engine
 
 
 def _read_by(purpose: Purpose, leaves: Leaves[_T]) -> Leaves[_T]:

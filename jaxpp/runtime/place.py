@@ -19,7 +19,7 @@ from jaxpp.errors import ArgumentError
 from jaxpp.errors.checks import check_devices
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.validate import check_counts
+from jaxpp.schedule.validate import check_counts, is_count
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.targets import compiles_only, device_name
@@ -286,6 +286,14 @@ def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel
     if grid.shape[1:] == (1, 1):
         return tuple(map(OneDevice, grid.flat))
     return tuple(Submesh(Mesh(rows, (DATA, MODEL))) for rows in grid)
+
+
+def num_places(devices: Sequence[Device] | None, mesh: object, data_parallel: object) -> int:
+    """For how many ranks there are devices; what cannot be run is refused by ``submeshes``."""
+    if mesh is not None:
+        return mesh.shape.get(PIPE, 1) if isinstance(mesh, Mesh) else 1
+    replicas = int(data_parallel) if is_count(data_parallel, least=1) else 1  # pyright: ignore[reportArgumentType]
+    return len(check_devices(devices)) // replicas
 
 
 class DevicesWarning(UserWarning):

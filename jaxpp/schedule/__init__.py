@@ -6,6 +6,7 @@ from jaxpp.schedule.clock import dependencies
 from jaxpp.schedule.forward import forward, ring
 from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.schedule.simulate import Simulation, simulate, simulate_prefetch
+from jaxpp.schedule.synthesis.synthesise import synthesise
 
 __all__ = [
     "SCHEDULES",
@@ -21,4 +22,5 @@ __all__ = [
     "ring",
     "simulate",
     "simulate_prefetch",
+    "synthesise",
 ]

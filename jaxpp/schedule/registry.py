@@ -357,6 +357,9 @@ SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
 )
 """Every schedule of a training step, by name. A new one is a function and a line here; the tests walk this table."""
 
+AUTO = "auto"
+"""What a pipeline calls the schedule that it makes for its own stages; no recipe, as it is made for given costs."""
+
 _FORWARDS = {"forward": "forward(num_ranks, num_microbatches)", "ring": "ring(num_ranks, num_groups, num_turns)"}
 
 
@@ -415,6 +418,12 @@ def _find(name: str) -> Recipe:
     if isinstance(name, str) and name in _FORWARDS:
         rule = f"a step needs backwards, and {name!r} has forwards only"
         fix = f"use another name, or jaxpp.schedule.{_FORWARDS[name]} where nothing trains"
+        raise ScheduleError(f"schedule {name!r}", rule, repr(name), fix)
+    if isinstance(name, str) and name == AUTO:
+        rule, fix = (
+            "a schedule is made to measure where it is known what the stages take",
+            'pass jaxpp.Pipeline(schedule="auto"), or call jaxpp.schedule.synthesise(num_ranks, num_microbatches, forward=...)',
+        )
         raise ScheduleError(f"schedule {name!r}", rule, repr(name), fix)
     near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1) if isinstance(name, str) else []
     names = ", ".join(map(repr, SCHEDULES))

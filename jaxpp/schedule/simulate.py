@@ -242,11 +242,11 @@ def simulate(  # noqa: PLR0913  (the costs of everything)
         raise ScheduleError("simulate(schedule, ...)", "it takes a Schedule", repr(schedule), "pass make(name, num_ranks=...)")
     given = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "transfer": transfer, "copy": copy}
     open_end = schedule.num_groups is None  # nothing is sent beyond the last stage
-    staged = {name: _staged(value, schedule.num_stages, open_end and name == "transfer") for name, value in given.items()}
+    staged = {name: per_stage(value, schedule.num_stages, open_end and name == "transfer") for name, value in given.items()}
     host = _plain(dispatch)
     wrong = [f"{name}={given[name]!r}" for name, costs in staged.items() if costs is None]
-    if wrong or not _is_cost(host):
-        wrong += [] if _is_cost(host) else [f"dispatch={dispatch!r}"]
+    if wrong or not is_cost(host):
+        wrong += [] if is_cost(host) else [f"dispatch={dispatch!r}"]
         rule = "a cost is a finite number of at least 0, or a sequence of one a stage; dispatch is one number"
         of_transfer = f"{schedule.num_stages - 1} will do" if open_end else "the last is that of a token back to stage 0"
         fix = f"pass one number, or {schedule.num_stages} of them (transfer: {of_transfer})"
@@ -261,13 +261,14 @@ def simulate(  # noqa: PLR0913  (the costs of everything)
     return Simulation(schedule, costs)
 
 
-def _listed(value: Any, length: int) -> tuple[Any, ...]:
+def items_of(value: Any, length: int) -> tuple[Any, ...]:
+    """The items of a sequence, or so many of one value; arrays as Python's numbers."""
     value = _plain(value)
     return tuple(map(_plain, value)) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * length
 
 
 def _offload(value: object, num_stages: int) -> tuple[int | None, ...]:
-    given = _listed(value, num_stages)
+    given = items_of(value, num_stages)
     kept = tuple(each if each is None else int(each) for each in given if each is None or is_count(each))
     if not len(kept) == len(given) == num_stages:
         rule = "offload is the number of microbatches whose residuals stay, at least 0, or None; or a sequence of one a stage"
@@ -277,7 +278,7 @@ def _offload(value: object, num_stages: int) -> tuple[int | None, ...]:
 
 def _capacity(value: object) -> Number | None:
     number = _plain(value)
-    if number is None or (_is_cost(number) and number > 0):
+    if number is None or (is_cost(number) and number > 0):
         return number
     rule = "capacity is the number of ranks that compute at full speed at once, more than 0"
     raise ScheduleError("simulate(...)", rule, f"capacity={value!r}", "pass capacity=2 for two cores, or None")
@@ -288,16 +289,17 @@ def _plain(value: object) -> object:
     return value.tolist() if hasattr(value, "tolist") else value  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _is_cost(value: object) -> TypeGuard[Number]:
+def is_cost(value: object) -> TypeGuard[Number]:
+    """Whether a value is a finite number of at least 0."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return number and 0 <= value <= _MOST  # pyright: ignore[reportOperatorIssue]
 
 
-def _staged(value: object, num_stages: int, boundaries: bool) -> tuple[Number, ...] | None:
+def per_stage(value: object, num_stages: int, boundaries: bool) -> tuple[Number, ...] | None:
     """A cost for each stage, or for each boundary between two; None if the value is no cost, or not as many."""
-    given = _listed(value, num_stages)
+    given = items_of(value, num_stages)
     fits = len(given) == num_stages or (boundaries and len(given) == num_stages - 1)
-    costs = tuple(cost for cost in given if _is_cost(cost))
+    costs = tuple(cost for cost in given if is_cost(cost))
     return costs[: num_stages - boundaries] if fits and len(costs) == len(given) else None
 
 

@@ -1,0 +1,5 @@
+"""``python -m experiments.costs``."""
+
+from experiments.costs.main import main
+
+main()

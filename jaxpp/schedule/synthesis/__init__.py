@@ -1,0 +1,1 @@
+"""Schedules made to measure: an order found for given costs and room."""

@@ -1,0 +1,123 @@
+"""``schedule="auto"``: made when the stages are known, and then a schedule like any other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.engine.made_to_measure import boundary_bytes
+from jaxpp.errors import ScheduleError, StateError
+from jaxpp.schedule import make, simulate
+
+SIZES = 8, 64, 8, 8, 96, 8, 8, 32, 8
+
+
+def loss_fn(params, batch):
+    x = batch
+    for weight in params:
+        x = jnp.tanh(x @ weight)
+    return jnp.mean(x**2)
+
+
+def params():
+    keys = jax.random.split(jax.random.key(0), len(SIZES))
+    return [jax.random.normal(key, shape) for key, *shape in zip(keys, SIZES, SIZES[1:], strict=False)]
+
+
+def pipeline(schedule="auto", **options):
+    options = {"num_stages": 4, "num_microbatches": 4, "devices": jax.devices()[:4]} | options
+    return jaxpp.Pipeline(loss_fn, optax.adam(1e-2), schedule=schedule, **options)
+
+
+BATCH = jnp.linspace(-1, 1, 64).reshape(8, 8)
+LONG = pytest.mark.long
+FACES = {
+    "one stage on each device": {},
+    "two stages on each device": {"num_microbatches": 6, "devices": 2},
+    "fewer devices than divide the stages": pytest.param({"devices": 3}, marks=LONG),
+    "replicas": pytest.param({"devices": 4, "data_parallel": 2}, marks=LONG),
+    "recomputing": pytest.param({"remat": "recompute"}, marks=LONG),
+    "offloading": pytest.param({"remat": "offload", "num_microbatches": 8}, marks=LONG),
+    "measured": pytest.param({"balance": "time"}, marks=LONG),
+    "with room": pytest.param({"hbm": "1MiB"}, marks=LONG),
+}
+
+
+@pytest.mark.parametrize("options", FACES.values(), ids=list(FACES))
+def test_a_step_equals_the_plain_one(options):
+    options = options | {"devices": jax.devices()[: options.get("devices", 4)]}
+    pipe = pipeline(**options)
+    state = pipe.init(params(), BATCH)
+    assert pipe.schedule.name == "auto"
+    assert pipe.schedule == pipe.engine.options.schedule
+    assert "schedule: auto, 4 stages" in repr(pipe)
+    pipe.verify(state, BATCH)
+
+
+def test_the_numbers_of_ranks_are_as_many_as_there_are_devices_for():
+    made = {n: pipeline(devices=jax.devices()[:n], num_stages=4) for n in (1, 2, 3, 4, 5)}
+    ranks = {}
+    for n, pipe in made.items():
+        pipe.abstract_state(params(), BATCH)
+        ranks[n] = pipe.schedule.num_ranks
+    assert ranks == {1: 1, 2: 2, 3: 2, 4: 4, 5: 4}
+
+
+def test_on_the_clock_it_is_shorter_than_1f1b_for_uneven_stages_and_holds_no_more():
+    pipe = pipeline(num_microbatches=8)
+    pipe.abstract_state(params(), BATCH)
+    stages = pipe.engine.preparer.step(BATCH, None).cuts[0].stages
+    costs = {name: [code.flops for code in stages] for name in ("forward", "input_grad", "weight_grad")}
+    costs["input_grad"][0] = 0  # of the batch nobody wants a gradient
+    auto, usual = (simulate(s, **costs) for s in (pipe.schedule, make("1f1b", num_ranks=4, num_microbatches=8)))
+    assert auto.makespan < 0.95 * usual.makespan
+    assert max(peak * code.kept for peak, code in zip(auto.peak_residuals, stages, strict=True)) <= 4 * max(s.kept for s in stages)
+
+
+def test_a_state_goes_on_from_a_schedule_with_a_name():
+    usual, auto = pipeline("1f1b"), pipeline()
+    state, metrics = usual.step(usual.init(params(), BATCH), BATCH)
+    target = auto.abstract_state(params(), BATCH)
+    assert jax.tree.map(jnp.shape, target.params) == jax.tree.map(jnp.shape, state.params)
+    state, after = auto.step(state, BATCH)
+    assert state.step == 2
+    assert float(after.loss) < float(metrics.loss)
+
+
+def test_before_init_there_is_no_schedule_yet():
+    pipe = pipeline()
+    assert "schedule: auto, 4 stages, 4 microbatches" in repr(pipe)
+    with pytest.raises(StateError, match=r"pipe\.schedule: a pipeline is cut by init"):
+        _ = pipe.schedule
+
+
+def test_by_name_alone_there_is_none():
+    with pytest.raises(ScheduleError) as error:
+        make("auto", num_ranks=2)
+    for line in ("a schedule is made to measure where it is known what the stages take", "jaxpp.schedule.synthesise("):
+        assert line in str(error.value)
+
+
+def test_value_and_grad_takes_it_too():
+    grad_fn = jaxpp.value_and_grad(loss_fn, num_stages=2, num_microbatches=4, schedule="auto", devices=jax.devices()[:2])
+    loss, grads = grad_fn(params(), BATCH)
+    expected = jax.value_and_grad(loss_fn)(params(), BATCH)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
+    for own, other in zip(grads, expected[1], strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
+
+
+def test_what_crosses_a_boundary_is_counted():
+    pipe = pipeline(cuts=["1", "2", "4"])
+    pipe.abstract_state(params(), BATCH)
+    assert boundary_bytes(pipe.engine.preparer.step(BATCH, None).cuts[0]) == [4 * 2 * 64, 4 * 2 * 8, 4 * 2 * 96]
+
+
+@pytest.mark.long
+def test_a_forecast_and_a_profile_know_it():
+    pipe = pipeline(num_microbatches=8)
+    assert "auto" not in str(pipe.forecast(params(), BATCH, hbm="1MiB").changes)
+    state = pipe.init(params(), BATCH)
+    assert pipe.profile(state, BATCH, num_steps=1).schedule == pipe.schedule
