@@ -323,11 +323,7 @@ def cutting_schedule(schedule: Schedule) -> Schedule:
 
 def speed_up(schedule: Schedule, placement: Placement, cut: CutLoss) -> float:
     """How many times as fast as one device a step is, by estimated costs of stages and sends; 0 if nothing costs anything."""
-    whole = any(action.kind == Kind.B for action in schedule.order)
-    kinds = "FBB" if whole else "FIW"
-    forward, input_grad, weight_grad = (np.asarray([[code.costs[kind] for code in cut.stages]]) for kind in kinds)
-    if whole:
-        input_grad = np.zeros_like(weight_grad)
+    forward, input_grad, weight_grad = (np.asarray([[code.costs[kind] for code in cut.stages]]) for kind in "FIW")
     links = links_of(placement)
     moved = [cut.loss.boundary_bytes[at] for at in cut.cuts]
     hops = np.asarray([[num_bytes * each for num_bytes, each in zip(moved, links.per_byte, strict=True)]])

@@ -5,6 +5,7 @@ Memory is that of 1f1b: no rank holds more bytes of residuals than its first ran
 ranks. Every process of several finds the same schedule, as all know the same costs.
 """
 
+from jaxpp.engine.layout import links_of
 from jaxpp.options import Options
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import action_times, link_times
@@ -31,10 +32,7 @@ def made_for(options: Options, cut: CutLoss, programs: Programs) -> Schedule:
 
 
 def stage_costs(options: Options, cut: CutLoss, programs: Programs) -> StageCosts:
-    """Seconds by measurement with ``balance="time"``, and otherwise FLOPs, where I and W take as many as F, and transfers nothing.
-
-    A stage whose backward runs its forward again does so in I.
-    """
+    """Seconds: measured with ``balance="time"``, otherwise estimated."""
     kept = tuple(code.kept for code in cut.stages)
     if options.balance == "time":
         places = options.placement.places
@@ -46,12 +44,9 @@ def stage_costs(options: Options, cut: CutLoss, programs: Programs) -> StageCost
         transfer = [send + byte * size for send, byte, size in moved]
         forward, inner, weight = (tuple(times.get(kind, none)) for kind in (Kind.F, Kind.I, Kind.W))
         return StageCosts(forward, inner, weight, tuple(transfer), kept)
-    again = [kept.recomputes for kept in options.remat or ()] or [False] * len(cut.stages)
-    pairs = list(zip(cut.stages, again, strict=True))
-    forward = tuple(code.flops for code in cut.stages)
-    inner = tuple(code.flops * ((Kind.I in code.backward) + recomputes) for code, recomputes in pairs)
-    weight = tuple(code.flops * (Kind.W in code.backward) for code in cut.stages)
-    return StageCosts(forward, inner, weight, (0.0,) * (len(forward) - 1), kept)
+    forward, inner, weight = (tuple(code.costs[kind] for code in cut.stages) for kind in "FIW")
+    sends = zip(links_of(options.placement).per_byte, boundary_bytes(cut), strict=True)
+    return StageCosts(forward, inner, weight, tuple(seconds * size for seconds, size in sends), kept)
 
 
 def boundary_bytes(cut: CutLoss) -> list[int]:

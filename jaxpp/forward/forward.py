@@ -566,7 +566,8 @@ class Forward:
         functions = self._by_hand(engine)
         offloading = {pair.forward.stage for pair in engine.options.offloaded}
         rows = tabulate(cut, engine.owner, places, functions, offloading)
-        stages = Stages(rows, remarks, options.schedule.name, speed_up(options.schedule, engine.placement, cut))
+        schedule = engine.options.schedule
+        stages = Stages(rows, remarks, schedule.name, speed_up(schedule, engine.placement, cut))
         return self._equip(engine, stages, variables, batch, key)
 
     def _cut(self, variables: tuple[Tree, ...], batch: Batch, key: Key | None, known: Engine | None) -> Engine:
