@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxpp.schedule.synthesis.work import BACK, AHEAD, WEIGHT, StepWork
+from jaxpp.schedule.synthesis.work import BACK, FORTH, WEIGHT, StepWork
 
 
 class Rule(NamedTuple):
@@ -66,7 +66,7 @@ class _Run:
         self.used = [0.0] * len(work.room)
         self.rows: list[list[int]] = [[] for _ in work.room]
         self.frees = [WEIGHT if split else BACK for split in work.split]
-        forwards = work.durations[AHEAD]
+        forwards = work.durations[FORTH]
         self.patience = rule.patience * sum(forwards) / len(forwards)
 
     def safe(self, stage: int) -> bool:
@@ -92,9 +92,9 @@ class _Run:
         last, found, due = work.num_stages - 1, list[_Offer](), list[_Offer]()
         for s in work.stages_of[rank]:
             i = forwards[s]
-            if i < work.num_microbatches and (not s or len(self.ends[AHEAD][s - 1]) > i) and self.safe(s):
-                start = self.ends[AHEAD][s - 1][i] + work.hops[s - 1] if s else 0.0
-                found.append(_Offer(max(free, start), AHEAD, s))
+            if i < work.num_microbatches and (not s or len(self.ends[FORTH][s - 1]) > i) and self.safe(s):
+                start = self.ends[FORTH][s - 1][i] + work.hops[s - 1] if s else 0.0
+                found.append(_Offer(max(free, start), FORTH, s))
             i = backs[s]
             if i < forwards[s] and (s == last or len(self.ends[BACK][s + 1]) > i):
                 start = self.ends[BACK][s + 1][i] + work.hops[s] if s < last else 0.0

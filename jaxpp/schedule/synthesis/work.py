@@ -15,7 +15,7 @@ from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.clock import ActionRow
 
 NumberedRows = Sequence[Sequence[int]]
-AHEAD, BACK, WEIGHT = range(3)  # the kinds of actions; BACK is I of a stage that is split, and B of one that is not
+FORTH, BACK, WEIGHT = range(3)  # the kinds of actions; BACK is I of a stage that is split, and B of one that is not
 
 
 class StageCosts(NamedTuple):
@@ -226,7 +226,7 @@ class StepWork:
                 if kind in (Kind.I, Kind.W) and not self.split[stage]:
                     return None
                 both = (BACK, WEIGHT) if self.split[stage] else (BACK,)
-                for each in {Kind.F: (AHEAD,), Kind.B: both, Kind.I: (BACK,), Kind.W: (WEIGHT,)}[kind]:
+                for each in {Kind.F: (FORTH,), Kind.B: both, Kind.I: (BACK,), Kind.W: (WEIGHT,)}[kind]:
                     token = each * count + stage
                     numbers.append(token * m + seen[token])
                     seen[token] += 1
