@@ -7,6 +7,7 @@ its weights 1, where they learn. The best cut is found by trying every cut into 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from experiments.devices import ensure_devices
+from experiments.options import check_numbers, check_writable
+from experiments.results import Findings, columns, command
 from jaxpp.engine.layout import lay_out
 from jaxpp.options import Options
 from jaxpp.runtime.compile import Programs
 from jaxpp.schedule import Schedule, make, simulate
 from jaxpp.stages.jaxpr import multiplies
 
+__all__ = ["Config", "Result", "Row", "cases", "main", "run", "table"]
+
+DESCRIPTION = "Cut models of which not every layer learns, beside the best cuts into whole layers."
 WIDTH, ROWS = 64, 64  # features of a layer, examples of a microbatch
 Costs = tuple[float, float, float]  # products of F, I and W
 
@@ -57,10 +64,66 @@ def cases(count: int = 16) -> list[Case]:
     ]
 
 
-def run(num_microbatches: int = 8, num_stages: int = 4, schedule: str = "1f1b") -> list[Row]:
-    """A row for each case."""
-    order = make(schedule, num_ranks=num_stages, num_microbatches=num_microbatches)
-    return [_row(case, order) for case in cases()]
+@dataclass(frozen=True)
+class Config:
+    """How the models are cut.
+
+    Attributes:
+        stages: pipeline stages.
+        microbatches: parts of a batch.
+        schedule: order of the actions, with one stage a rank.
+        json: file to add the line of results to.
+    """
+
+    stages: int = 4
+    microbatches: int = 8
+    schedule: str = "1f1b"
+    json: Path | None = None
+
+    def __post_init__(self):
+        check_numbers(self)
+
+
+@dataclass(frozen=True)
+class Result(Findings):
+    """What a run found.
+
+    Attributes:
+        config: what was asked for.
+        rows: one a case.
+    """
+
+    config: Config
+    rows: tuple[Row, ...]
+
+
+def run(config: Config) -> Result:
+    """A row for each case.
+
+    Raises:
+        ConfigError: a file that cannot be written.
+        JaxppError: a schedule that does not exist at these sizes.
+    """
+    check_writable("--json", config.json)
+    ensure_devices(config.stages)
+    order = make(config.schedule, num_ranks=config.stages, num_microbatches=config.microbatches)
+    return Result(config, tuple(_row(case, order) for case in cases()))
+
+
+def table(result: Result) -> str:
+    """The result as text: a row a case."""
+    cells = [["layers", "largest stage, by cost", "by FLOPs", "best", "step, by cost", "by FLOPs", "best"]]
+    cells += [[row.name, *(f"{number:g}" for number in (*row.largest, *row.step))] for row in result.rows]
+    notes = [
+        "in products of layers: F 1, I 1 where something before learns, W 1 where the layer learns",
+        "best: of all cuts into whole layers, for the largest stage and for the step each its own",
+    ]
+    return "\n".join([*columns(cells), "", *notes])
+
+
+def main() -> None:
+    """Read the command line, run, print the table, and write the line of JSON."""
+    command("costs.cuts", Config, DESCRIPTION, run, table)
 
 
 def _layer(weights: jax.Array, x: jax.Array) -> jax.Array:
@@ -168,3 +231,7 @@ def _counted(jaxpr: Any) -> float:
 
 def _is_large(eqn: Any) -> bool:
     return all(min(atom.aval.shape) >= WIDTH for atom in (*eqn.invars, *eqn.outvars))
+
+
+if __name__ == "__main__":
+    main()

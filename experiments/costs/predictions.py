@@ -7,6 +7,7 @@ measured, over all of them, estimated. What is left to compare is how the work i
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -16,12 +17,17 @@ import numpy as np
 import optax
 
 import jaxpp
+from experiments.devices import ensure_devices
+from experiments.options import check_batch, check_names, check_numbers, check_writable
+from experiments.results import Findings, columns, command, noted
 from experiments.zoo.case import Case
 from experiments.zoo.main import CASES
 from jaxpp.schedule import Simulation, make, simulate
 from jaxpp.schedule.action import Kind
 
-SIZE = 256  # examples of a batch
+__all__ = ["Config", "Result", "Row", "main", "run", "table"]
+
+DESCRIPTION = "Predict the step of each model by estimated costs, and measure it on the clock of devices of their own."
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,74 @@ class Row:
     speed: float
 
 
-def run(num_stages: int = 4, num_microbatches: int = 8, size: int = SIZE, steps: int = 7) -> list[Row]:
-    """A row for each model of the zoo, and for a few more."""
+@dataclass(frozen=True)
+class Config:
+    """The models and how they run.
+
+    Attributes:
+        models: names of models of the zoo, or cnn, autoencoder, mixer, encoder; all unless given.
+        stages: pipeline stages.
+        microbatches: parts of a batch.
+        batch: examples a step.
+        steps: of which each program's time is the median.
+        json: file to add the line of results to.
+    """
+
+    models: tuple[str, ...] = ()
+    stages: int = 4
+    microbatches: int = 8
+    batch: int = 256
+    steps: int = 7
+    json: Path | None = None
+
+    def __post_init__(self):
+        check_names("models", self.models, {**CASES, **_OTHERS})
+        check_numbers(self)
+        check_batch(self)
+
+
+@dataclass(frozen=True)
+class Result(Findings):
+    """What a run found.
+
+    Attributes:
+        config: what was asked for.
+        rows: one a model.
+    """
+
+    config: Config
+    rows: tuple[Row, ...]
+
+
+def run(config: Config) -> Result:
+    """A row for each model.
+
+    Raises:
+        ConfigError: a file that cannot be written.
+        JaxppError: a model that cannot be cut into so many stages.
+    """
+    check_writable("--json", config.json)
+    ensure_devices(config.stages)
     cases: Mapping[str, Callable[[int, int], Case]] = {**CASES, **_OTHERS}
-    return [_row(name, case(size, 0), num_stages, num_microbatches, steps) for name, case in cases.items()]
+    rows = []
+    for name in config.models or cases:
+        with noted(f"This was the model {name}."):
+            rows.append(_row(name, cases[name](config.batch, 0), config.stages, config.microbatches, config.steps))
+    return Result(config, tuple(rows))
+
+
+def table(result: Result) -> str:
+    """The result as text: a row a model."""
+    cells = [["model", "predicted, ms", "measured, ms", "ratio", "times one device, predicted", "measured"]]
+    for row in result.rows:
+        seconds = [f"{1e3 * row.predicted:.2f}", f"{1e3 * row.measured:.2f}", f"{row.predicted / row.measured:.2f}"]
+        cells.append([row.name, *seconds, f"{row.said:.2f}", f"{row.speed:.2f}"])
+    return "\n".join(columns(cells))
+
+
+def main() -> None:
+    """Read the command line, run, print the table, and write the line of JSON."""
+    command("costs.predictions", Config, DESCRIPTION, run, table)
 
 
 def _row(name: str, case: Case, num_stages: int, num_microbatches: int, steps: int) -> Row:
@@ -157,3 +227,7 @@ _OTHERS: dict[str, Callable[[int, int], Case]] = {
     "mixer": _classifier(_Mixer()),
     "encoder": _classifier(_Encoder()),
 }
+
+
+if __name__ == "__main__":
+    main()
