@@ -116,7 +116,7 @@ class Stages(Sequence[Stage]):
             everything = f" of {bytes_in_words(stage.keepable)}" if stage.kept < stage.keepable else ""
             kept = f"{bytes_in_words(stage.kept)}{everything}{', offloaded' * stage.offloads}"
             row = [str(stage.index), device_name(stage.device), stage.modules, f"{stage.num_params:,}{tied}"]
-            row += [bytes_in_words(stage.num_bytes), flops_in_words(stage.flops), *[flops_in_words(stage.backward_flops)] * keeps]
+            row += [bytes_in_words(stage.num_bytes), _flops(stage.flops), *[_flops(stage.backward_flops)] * keeps]
             rows.append([*row, f"{stage.seconds / total:.1%}", *[kept] * keeps, sends])
         return rows
 
@@ -145,6 +145,10 @@ class Stages(Sequence[Stage]):
 def bytes_in_words(num_bytes: float) -> str:
     """As people say it, with four digits: ``12.35 MiB``."""
     return _units(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def _flops(flops: float) -> str:
+    return _units(flops, 1000, ("", "k", "M", "G", "T", "P"))
 
 
 def flops_in_words(flops: float) -> str:

@@ -72,8 +72,8 @@ MESH = 'pass for example mesh=jax.make_mesh((2, 2), ("pipe", "model")), or leave
 TRACED = "a pipeline runs programs on several devices itself, so it cannot run inside jax.jit, jax.grad or jax.vmap."
 COUNTED = "jaxpp.Pipeline / jaxpp.value_and_grad"
 REMAT = (
-    'a stage keeps the least ("least"; "offload": in host memory), everything ("keep"), its inputs only ("recompute"), '
-    "or what a policy says."
+    'a stage keeps the least ("least"; "offload": in host memory), a share of it (above 0.0, at most 1.0), everything ("keep"), '
+    'its inputs only ("recompute"), or what a policy says.'
 )
 MODEL, BANK = nn.Dense(2), jaxpp.Bank({"cat": PARAMS}, optax.sgd(0.1))
 AUX = "it says how the aux values of the microbatches become those of the step, so the loss must return some."

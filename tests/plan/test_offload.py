@@ -360,8 +360,8 @@ def test_other_words_are_refused_and_the_list_must_have_one_for_each_stage():
         jaxpp.Pipeline(lambda p, b: 0.0, optax.sgd(1.0), num_stages=2, remat=["offloaded", jaxpp.Offload(), "offload"])
     lines = str(error.value).splitlines()
     assert lines[0] == (
-        'remat: a stage keeps the least ("least"; "offload": in host memory), everything ("keep"), its inputs only '
-        '("recompute"), or what a policy says.'
+        'remat: a stage keeps the least ("least"; "offload": in host memory), a share of it (above 0.0, at most 1.0), '
+        'everything ("keep"), its inputs only ("recompute"), or what a policy says.'
     )
     assert lines[1:] == [
         "  Got: stage 0: 'offloaded'",
