@@ -123,10 +123,13 @@ def run(config: Config) -> Result:
 
 def frontiers(config: Config) -> Mapping[str, Frontier]:
     """The frontier of each model."""
-    of_gpt = {"gpt_width": config.gpt_width, "gpt_depth": config.gpt_depth, "gpt_length": config.gpt_length}
-    others = {"gpt_batch": config.gpt_batch, "resnet_width": config.resnet_width, "resnet_batch": config.resnet_batch}
-    given: Mapping[str, Any] = {"models": config.models, "microbatches": config.microbatches, **of_gpt, **others}
-    sizes, found = Sizes(**given), {}
+    of_gpt: dict[str, Any] = {"gpt_width": config.gpt_width, "gpt_depth": config.gpt_depth, "gpt_length": config.gpt_length}
+    others: dict[str, Any] = {
+        "gpt_batch": config.gpt_batch,
+        "resnet_width": config.resnet_width,
+        "resnet_batch": config.resnet_batch,
+    }
+    sizes, found = Sizes(models=config.models, microbatches=config.microbatches, **of_gpt, **others), {}
     schedule = jaxpp.schedule.make(config.schedule, num_ranks=config.stages, num_microbatches=config.microbatches)
     for model in config.models:
         problem, key = PROBLEMS[model](sizes, config.compute), jax.random.key(0)
