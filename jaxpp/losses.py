@@ -137,6 +137,7 @@ def _forward(carry: _Carry, features: jax.Array, weights: _Weights, labels: jax.
     log_sum, picked, *total = carry
     logits = _logits(features, weights)
     largest = jnp.maximum(log_sum, logits.max(-1))
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)  # if all words so far are ruled out, with a bias of minus infinity
     terms = jnp.exp(log_sum - largest) + jnp.exp(logits - largest[..., None]).sum(-1)
     after = largest + jnp.log(terms)
     picked += jnp.where(_is_label(logits, labels, start), logits, 0).sum(-1)
@@ -147,7 +148,7 @@ def _backward(kept: _Kept, cotangents: _Carry) -> tuple[_Carry, jax.Array, _Weig
     (before, after, features, weights, labels, start), (of_log_sum, of_picked, *of_total) = kept, cotangents
     part, bias = weights
     late, of_log_sum = jax.lax.optimization_barrier((features, of_log_sum))  # else the logits of the forward are kept for this
-    logits = _logits(late, weights)
+    logits, after = _logits(late, weights), jnp.where(jnp.isfinite(after), after, 0)
     of_logits = of_log_sum[..., None] * jnp.exp(logits - after[..., None])
     of_logits += jnp.where(_is_label(logits, labels, start), of_picked[..., None], 0)
     for each in of_total:

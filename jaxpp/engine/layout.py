@@ -1,8 +1,8 @@
 """What the first batch decides, and later ones keep: where the loss is cut, which stage owns each leaf, and how it is held."""
 
 import bisect
-import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.sharding_rules import opt_specs_of, specs_of
 from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
-from jaxpp.errors import ScheduleError, warn
+from jaxpp.errors import warn
 from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gradients
 from jaxpp.optim.update import Update, opt_name
 from jaxpp.options import Options
@@ -31,7 +31,6 @@ from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import length
-from jaxpp.schedule.registry import make
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.cost import count_bytes
@@ -146,6 +145,8 @@ def lay_out(
     size = _split_of(options, batch, train=options.is_loss).sizes[0]
     given, microbatch = tuple(map(avals_of, variables)), resized(batch_avals(batch), size, tracing.shared(batch))
     layered = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
+    if options.cuts is None and like is None:
+        check_giant(layered, schedule.num_stages)
     found = _Layouts(options, optimizer, given, microbatch, key, frozen, like)
     layout, first = found.at(layered)
     if options.cuts is not None or schedule.num_stages == 1 or like is not None:
@@ -263,24 +264,20 @@ class _Layouts:
             return like.cuts if same else align(loss, count, like.owner, like.state_owner, train=self.options.is_loss)
         if names is not None:
             return resolve(loss, names)
-        check_giant(loss, count)
         if self.options.balance == "memory":
             return balance_memory(loss, self._held(params, specs, frozen))
-        return (
-            balance(loss, count)
-            if loss.step is None
-            else balance_step(
-                loss, count, self.links or links_of(self.options.placement), lengths_of(cutting_schedule(self.options.schedule))
-            )
-        )
+        if loss.step is None:
+            return balance(loss, count)
+        return balance_step(loss, count, self.links or links_of(self.options.placement), lengths_of(self.options.schedule))
 
     def _estimated(self, loss: TracedLoss) -> TracedLoss:
         """The loss with what its equations take in a step, if that decides where it is cut."""
         options = self.options
         if options.cuts is not None or self.like is not None or options.schedule.num_stages == 1 or options.balance == "flops":
             return loss
-        check_giant(loss, options.schedule.num_stages)  # of those some have no backward at all, as a while loop
-        kept = options.remat[0] if options.remat else RematPolicy()
+        if options.cut_gradient:  # stages before such a boundary have no backward, and there may be none to trace
+            return loss
+        kept = Counter(options.remat or [RematPolicy()]).most_common(1)[0][0]  # of most stages
         return replace(loss, step=step_costs(loss, kept, rates_of(options.devices[0])))
 
 
@@ -302,23 +299,6 @@ def lengths_of(schedule: Schedule) -> Lengths:
         return np.asarray(length(schedule.order, schedule.stage_to_rank, durations, cast("Sequence[float]", hops.T), larger))
 
     return lengths
-
-
-def cutting_schedule(schedule: Schedule) -> Schedule:
-    """The schedule by whose clock a loss is cut: one for all that place stages and divide backwards alike.
-
-    So they cut alike, and those that add in the same order give the same bits.
-    """
-    if schedule.forward_only:
-        return schedule
-    splits = any(action.kind == Kind.I for action in schedule.order)
-    per_rank, left = divmod(schedule.num_stages, schedule.num_ranks)
-    for name in ("zb-h1" if splits else "1f1b", "interleaved", "zb-v"):
-        with contextlib.suppress(ScheduleError):  # of other numbers of stages a rank, or of microbatches
-            found = make(name, schedule.num_ranks, schedule.num_microbatches, per_rank)
-            if not left and found.stage_to_rank == schedule.stage_to_rank:
-                return found
-    return schedule
 
 
 def speed_up(schedule: Schedule, placement: Placement, cut: CutLoss) -> float:

@@ -25,6 +25,7 @@ _ALONE = frozenset(
     "argsort reduce_window_sum reduce_window_max select_and_scatter_add select_and_gather_add".split()
 )  # Kinds that are no part of a fusion with what makes their operands, beside those that are always written
 
+_IN_PLACE = frozenset("scatter scatter-add scatter_add scatter-mul dynamic_update_slice".split())
 _VIEWS = frozenset("reshape squeeze expand_dims transpose stop_gradient iota copy name random_wrap random_unwrap".split())
 
 
@@ -103,6 +104,8 @@ def seconds_of(eqns: Sequence[JaxprEqn], results: Collection[Atom], rates: Rates
         operands, made = seen(eqn.invars), list(eqn.outvars)
         if kind_of(eqn) == "gather":  # rows of its first operand, not all of it
             operands = [*seen(eqn.invars[1:]), *made]
+        elif kind_of(eqn) in _IN_PLACE:  # rows of it are read and written
+            operands, made = [*seen(eqn.invars[1:]), *seen(eqn.invars[1:])], []
         elif _fuses(eqn):
             operands, made = ([var for var in atoms if var not in fused] for atoms in (operands, made))
             operands = [var for var in operands if var not in read]

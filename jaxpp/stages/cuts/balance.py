@@ -312,8 +312,8 @@ def uneven(loss: TracedLoss, cuts: Cuts) -> UnevenStagesWarning | None:
     stages = [costs[start:end] for start, end in zip([0, *cuts], [*cuts, len(costs)], strict=True)]
     sums = [float(stage.sum()) for stage in stages]
     total, largest = sum(sums), int(np.argmax(sums))
-    if sums[largest] <= UNEVEN * total / num_stages or (least_largest(loss, num_stages) or total) <= UNEVEN * total / num_stages:
-        return None  # else other cuts are more even, and would take longer
+    if sums[largest] <= UNEVEN * total / num_stages * (1 + 1e-6):
+        return None
     start = [0, *cuts][largest]
     weights: dict[str, float] = {}
     for k, cost in enumerate(stages[largest], start):

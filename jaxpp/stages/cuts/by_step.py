@@ -15,17 +15,18 @@ import numpy as np
 from jax.extend.core import Var
 from jaxtyping import Float, Int
 
-from jaxpp.stages.cuts.balance import SLACK, Cuts, balance, balance_within, faults, prefix_sums
+from jaxpp.stages.cuts.balance import SLACK, UNEVEN, Cuts, balance, balance_within, faults, least_largest, prefix_sums
 from jaxpp.stages.cuts.cut_loss import uncut
 from jaxpp.stages.estimate import Rates, SpineCosts, seconds_of
 from jaxpp.stages.graph import Graph, Piece
 from jaxpp.stages.jaxpr import variables
 from jaxpp.stages.loss.traced_loss import TracedLoss
-from jaxpp.stages.remat import RematPolicy
+from jaxpp.stages.remat import RECOMPUTE, RematPolicy
 from jaxpp.stages.stage import BACKWARD, FORWARD
 
 _FEW = 4096  # Up to how many cuts all are tried
 _AT_ONCE = 1024  # How many are tried at once
+_NEAR = 16  # Up to how many places a boundary is moved by every distance
 _GROUPS = 4  # How many neighbouring boundaries are moved together at most
 
 PerStage = Float[np.ndarray, "cuts stages"]
@@ -46,10 +47,12 @@ class Links:
 
 
 def step_costs(loss: TracedLoss, kept: RematPolicy, rates: Rates) -> SpineCosts:
-    """What F, I and W of each spine equation take, where forwards keep what ``kept`` says; of a function that only F has.
+    """What F, I and W of each spine equation take, where forwards keep what ``kept`` says; a function has only F.
 
     What comes from no equation of the spine costs nothing, such as the sum of the gradients of a leaf's rows: the cut divides that.
     """
+    if loss.remat is not None:  # one checkpoint around all: its pullback would be one equation
+        loss, kept = replace(loss, remat=None), RECOMPUTE
     programs, where = uncut(loss, kept, train=loss.is_loss)
     graph = programs.traced.graph
     costs, end = np.zeros((3, len(loss.spine))), len(loss.spine)
@@ -78,7 +81,8 @@ def balance_step(loss: TracedLoss, num_stages: int, links: Links, lengths: Lengt
     """Cut for the shortest step; ``links`` are in the unit of the loss's costs.
 
     Of all steps that are ``SLACK`` longer than the shortest at most, that with the most even stages is taken, if it is one of them;
-    else one whose stages are as large, but for ``SLACK``, as those of the shortest. It is never longer than with equal FLOPs.
+    else one whose stages are as large, but for ``SLACK``, as those of the shortest. No stage is ``UNEVEN`` times the mean if none
+    need be, as it would hold as many times the memory. The step is never longer than with equal FLOPs.
     """
     if num_stages == 1:
         return balance(loss, num_stages)
@@ -110,17 +114,21 @@ class _Search:
         self._hops = [send + byte * moved for send, byte in zip(links.per_send, links.per_byte, strict=True)]
         self._faults = faults(loss, len(like) + 1)
         self._most = self._lacking(np.asarray([[0, *like, self._size]]))[0]
+        self._total = np.sum(self._before, axis=0)
+        mean = float(self._total[-1]) / (len(like) + 1)
+        self._largest = UNEVEN * max(mean, least_largest(loss, len(like) + 1) or 0.0) * (1 + 1e-9)
         self._allowed = np.asarray([k for k in range(1, self._size) if k not in loss.barred])
 
     def times(self, cuts: Int[np.ndarray, "cuts boundaries"]) -> Float[np.ndarray, " cuts"]:
-        """The length of the step with each of some cuts; infinite where stages lack more than they need to."""
+        """The length of the step with each of some cuts; infinite where stages lack more than they need to, or one is too large."""
         count = len(cuts)
         ends = np.concatenate([np.zeros((count, 1), int), cuts, np.full((count, 1), self._size)], axis=1)
         forward, input_grad, weight_grad = (np.diff(before[ends], axis=1) for before in self._before)
         none = ends[:, :-1] <= self._first  # stages whose input wants no cotangent
         weight_grad, input_grad = np.where(none, weight_grad + input_grad, weight_grad), np.where(none, 0.0, input_grad)
         hops = np.stack([hop[cuts[:, k]] for k, hop in enumerate(self._hops)], axis=1)
-        return np.where(self._lacking(ends) > self._most, np.inf, self._lengths(forward, input_grad, weight_grad, hops))
+        refused = (self._lacking(ends) > self._most) | (np.diff(self._total[ends], axis=1).max(axis=1) > self._largest)
+        return np.where(refused, np.inf, self._lengths(forward, input_grad, weight_grad, hops))
 
     def _lacking(self, ends: np.ndarray) -> np.ndarray:
         return self._faults(ends[:, :-1], ends[:, 1:]).sum(axis=1)
@@ -143,7 +151,7 @@ class _Search:
 
     def _thinned(self, places: np.ndarray, count: int) -> np.ndarray:
         """So many of the places, with about as much work between any two."""
-        work = np.sum([before[places] for before in self._before], axis=0)
+        work = self._total[places]
         wanted = np.linspace(work[0], work[-1], count)
         nearest = np.abs(work[:, None] - wanted).argmin(axis=0)
         left = np.setdiff1d(np.arange(len(places)), nearest)
@@ -173,8 +181,14 @@ class _Search:
                 group = slice(low, low + width)
                 least = at[low - 1] + 1 if low else 0
                 most = at[low + width] - 1 if low + width < len(at) else count - 1
-                for by in range(least - at[low], most - at[low + width - 1] + 1):
+                for by in _distances(int(least - at[low]), int(most - at[low + width - 1])):
                     moved = at.copy()
                     moved[group] += by
                     found.append(moved)
         return np.unique(np.asarray(found), axis=0)
+
+
+def _distances(least: int, most: int) -> list[int]:
+    """Distances from ``least`` (below 0, or 0) to ``most``: all small ones, then ever fewer."""
+    steps = [*range(1, _NEAR), *(int(_NEAR * 1.25**k) for k in range(40))]
+    return [*(-by for by in steps if by <= -least), *(by for by in steps if by <= most), 0]
