@@ -36,7 +36,7 @@ def residual_peaks(case, name, p, m):
     """The most (stage, microbatch) residuals a rank holds at once, read off the names of the plan's values."""
     v = SCHEDULES[name].stages_per_rank
     engine = open_engine(
-        Options.of(case.loss_fn, num_stages=p * v, num_microbatches=m, schedule=name, **OPTIONS),
+        Options.of(case.loss_fn, num_stages=p * v, num_microbatches=m, schedule=name, balance="flops", **OPTIONS),
         None,
         (case.params,),
         case.batch,

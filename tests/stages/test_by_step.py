@@ -19,7 +19,7 @@ from jaxpp.runtime.place import OneDevice
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.cuts import by_step
-from jaxpp.stages.cuts.balance import REAL_WORK, SLACK, balance
+from jaxpp.stages.cuts.balance import REAL_WORK, SLACK, UNEVEN, balance, least_largest, prefix_sums
 from jaxpp.stages.cuts.by_step import Links, balance_step
 from jaxpp.stages.estimate import SpineCosts
 from jaxpp.stages.loss.traced_loss import trace_loss
@@ -70,6 +70,13 @@ def lacks(loss, cuts):
     return found
 
 
+def is_even(loss, cuts):
+    """Whether no stage is larger than ``UNEVEN`` times the mean, or than ``SLACK`` more than one has to be."""
+    total, num_stages = prefix_sums(loss), len(cuts) + 1
+    largest = np.diff(total[[0, *cuts, len(loss.spine)]]).max()
+    return largest <= max(UNEVEN * total[-1] / num_stages, (1 + SLACK) * least_largest(loss, num_stages)) * (1 + 1e-9)
+
+
 KINDS = {"1f1b": (2, 3, 4), "interleaved": (2, 4), "zb-v": (2, 4), "zb-h1": (3,)}
 
 
@@ -86,7 +93,7 @@ def test_the_step_is_as_short_as_the_shortest_of_all_cuts(name, num_stages, few,
         plain = [balance(loss, num_stages), balance(replace(loss, step=None), num_stages)]
         search = by_step._Search(loss, links, lengths_of(schedule), plain[0])
         lacking = {cuts: lacks(loss, cuts) for cuts in itertools.combinations(range(1, len(loss.spine)), num_stages - 1)}
-        every = [cuts for cuts, lack in lacking.items() if lack <= lacking[plain[0]]]
+        every = [cuts for cuts, lack in lacking.items() if lack <= lacking[plain[0]] and is_even(loss, cuts)]
         times = {cuts: simulated(loss, cuts, links, schedule) for cuts in every}
         assert search.times(np.asarray(list(times))) == pytest.approx(list(times.values()), rel=1e-9)
         best, found = min(times.values()), search.shortest(plain)
@@ -134,21 +141,20 @@ def test_links_are_measured_and_stages_on_one_device_need_none():
     assert (per_send[1], per_byte[1]) == (0, 0)
 
 
-@pytest.mark.filterwarnings("ignore::jaxpp.UnevenStagesWarning")
 def test_a_pipeline_cuts_by_the_links_that_it_measures(monkeypatch):
     def loss_fn(params, x):
         for w in params:
             x = x @ w
         return jnp.mean(x**2)
 
-    params = [jnp.ones(shape) / 8 for shape in itertools.pairwise(WIDTHS)]
+    params = [jnp.ones(shape) / 8 for shape in itertools.pairwise([64, 64, 64, 2, 64, 64, 64])]
     batch = jnp.ones((64, 64))
     owned = []
     for per_byte in (0.0, 1.0):
-        monkeypatch.setattr(layout, "stage_times", lambda *_: [3.0, 1.0])
+        monkeypatch.setattr(layout, "stage_times", lambda *_: [2.0, 1.0])
         monkeypatch.setattr(layout, "link_times", lambda _, rate=per_byte: ((0.0,), (rate,)))
         pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=16, balance="time")
         state = pipe.init(params, batch)
         pipe.verify(state, batch)
         owned.append(pipe.engine.owner.count(0))
-    assert owned[0] < owned[1] == 4
+    assert owned[0] < owned[1] == 3

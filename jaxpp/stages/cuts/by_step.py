@@ -116,7 +116,7 @@ class _Search:
         self._most = self._lacking(np.asarray([[0, *like, self._size]]))[0]
         self._total = np.sum(self._before, axis=0)
         mean = float(self._total[-1]) / (len(like) + 1)
-        self._largest = UNEVEN * max(mean, least_largest(loss, len(like) + 1) or 0.0) * (1 + 1e-9)
+        self._largest = max(UNEVEN * mean, (1 + SLACK) * (least_largest(loss, len(like) + 1) or 0.0)) * (1 + 1e-9)
         self._allowed = np.asarray([k for k in range(1, self._size) if k not in loss.barred])
 
     def times(self, cuts: Int[np.ndarray, "cuts boundaries"]) -> Float[np.ndarray, " cuts"]:
