@@ -68,8 +68,8 @@ class Pipeline(Forward):
         schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``. Schedules with two stages on each rank (interleaved,
             looped-bfs and the V-shaped ones) run on half as many devices as there are stages. ``"auto"`` makes one for the stages
             of this pipeline when they are known: as many ranks as there are devices for (a divisor of ``num_stages``), and on no
-            rank more residuals than the fullest rank of 1f1b might hold. What stages take are their FLOPs, or, with
-            ``balance="time"``, seconds, transfers included. Backwards may be split, so the last bits of gradients may differ.
+            rank more residuals than the fullest rank of 1f1b might hold. What stages and transfers take is estimated,
+            or, with ``balance="time"``, measured. Backwards may be split, so the last bits of gradients may differ.
         has_aux: whether the loss returns ``(loss, aux)``.
         reduce_aux: how the aux values of the microbatches become the aux of the step: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``,
             ``"last"``, ``"join"``, ``"stack"``, a function of ``(values, weights)`` with the microbatches along their first axis,
@@ -94,10 +94,10 @@ class Pipeline(Forward):
             such a boundary learn nothing, except parameters that a later stage uses too.
         has_state: whether the loss has a model state (BatchNorm's running statistics, counters): a tree of arrays that each
             microbatch passes to the next, in order, without a gradient.
-        balance: by what the loss is cut: ``"cost"``, for the shortest step, where forward and backward of each equation take what
-            its FLOPs and bytes take at the rates of the devices; ``"flops"``, for equal FLOPs of the forward; ``"time"``, as
-            ``"cost"``, but with times measured on zeros, after which the loss is cut again; or ``"memory"``, where the peaks of the
-            devices are equal, as far as shapes tell.
+        balance: by what the loss is cut: ``"cost"``, for the shortest step of this schedule, where forward and backward of each
+            equation take what its FLOPs and bytes take at the rates of the devices; ``"flops"``, for equal FLOPs of the forward;
+            ``"time"``, as ``"cost"``, but with times measured on zeros, after which the loss is cut again; or ``"memory"``, where
+            the peaks of the devices are equal, as far as shapes tell.
         loss_scale: Flax's ``DynamicScale``, for losses computed in float16. Backwards start from its scale; if any gradient on any
             stage is not finite, all stages skip the step and the scale is lowered. ``state.loss_scale`` holds the current scale.
         mesh: a mesh with the axes ``"pipe"`` (ranks), ``"data"`` (replicas) and ``"model"`` (shards of the parameters), instead of
@@ -121,8 +121,8 @@ class Pipeline(Forward):
             checked and nothing is chosen.
         fuse: whether the last stage's forward and backward are compiled as one program, if the schedule runs the backward of each
             microbatch right behind its forward there (``"naive"``, ``"1f1b"`` and ``"interleaved"`` do). That program writes no
-            residual of the size of the logits, and it rounds in its own way: schedules that fuse have the same bits as one another,
-            and ``"gpipe"``, which cannot, has those of ``fuse=False``. Default: on accelerators, not on CPUs.
+            residual of the size of the logits, and it rounds in its own way: with the same cuts, schedules that fuse have the same
+            bits as one another, and ``"gpipe"``, which cannot, has those of ``fuse=False``. Default: on accelerators, not on CPUs.
 
     Raises:
         MicrobatchWarning: when ``init`` sees a loss that is no mean over the examples, with what to pass so that it is exact.

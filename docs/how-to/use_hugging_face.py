@@ -48,7 +48,7 @@ model = transformers.FlaxGPT2LMHeadModel(config, _do_init=False)
 # %% [markdown]
 # `_do_init=False` leaves the parameters out of the model. `model.init_weights` makes them, and `pipe.init` traces it, so that
 # every leaf is made on the device that owns it. `cuts` says that the second stage begins with the second block; without it, jaxpp
-# cuts for equal work, which in a model of two blocks is inside a block.
+# cuts for the shortest step, which in a model of two blocks is inside a block.
 
 
 # %%

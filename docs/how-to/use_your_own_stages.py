@@ -117,4 +117,4 @@ pipe.verify(state, batch)
 # - Stages by hand take no key and no aux. With dropout, aux values or model state, write one loss function and name the places to
 #   cut: `jaxpp.Pipeline(loss_fn, ..., cuts=["hidden", "output"])`.
 # - jaxpp does not balance stages that you write. The column `share` of the table says how the work is divided; the stage with the
-#   largest share decides how fast a step can be.
+#   largest share has most to do with how fast a step can be.

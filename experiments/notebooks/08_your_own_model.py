@@ -134,7 +134,8 @@ pipe.stages
 # - `modules`: the first and the last module of the stage. Two blocks were cut into three stages, so the cuts lie inside the blocks.
 # - `params`, `bytes`: the parameters that the stage owns. The last stage reads the table of the embedding too, so its row says
 #   `+1 tied`. The first stage owns this table; it sends a copy once per step, and gets the gradient back once per step.
-# - `FLOPs`, `share`: the floating-point operations of the forward pass, and the stage's part of all of them.
+# - `F`, `B`, `share`: the floating-point operations of the forward and of the backward pass of a microbatch, and the stage's part
+#   of the time of a step, as jaxpp estimates it.
 # - `kept`: the residuals of one microbatch, and how large they would be if nothing were computed again in the backward pass.
 #   By default jaxpp computes cheap operations again, such as `relu`, but no matrix product. Chapter 11 shows the alternatives.
 # - `sends`: the shape of what goes to the next stage for each microbatch.
@@ -145,9 +146,10 @@ pipe.stages
 # matrix product or an addition. (The recording is called a jaxpr; `jax.make_jaxpr(loss_fn)(params, batch)` prints it.) A list of
 # operations can be cut anywhere, and it does not matter from which Python function or Flax module they came. Three rules decide:
 #
-# 1. The largest stage shall be as small as possible, because the others wait for it. Size is counted in FLOPs.
-# 2. Every stage shall have real work to do.
-# 3. Among the cuts whose largest stage is at most 5% above the smallest possible, take the cut that sends the fewest bytes.
+# 1. The step shall be as short as possible. What the forward and the backward of each operation take on these devices is estimated
+#    from its FLOPs and bytes, and the clock of the schedule says how long the step is with each cut.
+# 2. Every stage shall have real work to do, and none much more than the others.
+# 3. Among steps that are at most 5% apart, take the one with the most even stages, and then the fewest bytes to send.
 #
 # Cheap operations that several stages need, such as the causal mask, are computed again on each stage and not sent.
 #
@@ -297,9 +299,9 @@ except ValueError as error:
 # %% [markdown]
 # ## Takeaway
 #
-# A pipeline is made from the trace of a loss, so the model need not be written for it. The automatic cut makes the largest stage
-# small and then the messages. `pipe.stages` shows the cut, `pipe.forecast` the memory before, `pipe.profile` time and memory after,
-# and `pipe.verify` proves on your own model that nothing else has changed.
+# A pipeline is made from the trace of a loss, so the model need not be written for it. The automatic cut makes the step short,
+# and then the messages small. `pipe.stages` shows the cut, `pipe.forecast` the memory before, `pipe.profile` time and memory
+# after, and `pipe.verify` proves on your own model that nothing else has changed.
 #
 # ## Questions
 #

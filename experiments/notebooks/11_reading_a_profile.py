@@ -119,8 +119,8 @@ plt.show()
 #
 # ## Mended
 #
-# Without `cuts=` jaxpp divides the FLOPs evenly. (If FLOPs mislead, because two layers with the same FLOPs take different times on
-# your device, `balance="time"` measures the stages once and cuts again.)
+# Without `cuts=` jaxpp cuts for the shortest step, by estimated costs. (If estimates mislead, because two layers with the same
+# FLOPs and bytes take different times on your device, `balance="time"` measures the stages once and cuts again.)
 
 # %%
 pipe, state, even = profile_of()
@@ -132,9 +132,9 @@ fig.legend(*all_axes[0].get_legend_handles_labels(), loc="outside right upper", 
 plt.show()
 
 # %% [markdown]
-# The whole step is shorter, and most of the imbalance is gone. (Some remains, because stages with the same FLOPs do not take quite
-# the same time.) What the schedule itself costs, fill and drain, remains, and now a schedule can help: more microbatches, or one of
-# the schedules of chapter 7. The order is always this: first balance, then the schedule.
+# The whole step is shorter, and most of the imbalance is gone. (Some remains, because estimates are not quite the times.) What
+# the schedule itself costs, fill and drain, remains, and now a schedule can help: more microbatches, or one of the schedules of
+# chapter 7. The order is always this: first balance, then the schedule.
 #
 # The result must be the same, whatever the cuts. `pipe.verify` compares a whole step with plain JAX, and raises no error:
 
