@@ -108,6 +108,11 @@ class Options:
         called = "loss_fn" if others.get("is_loss", True) else "fn"
         if devices is None and mesh is None:
             given["devices_warning"] = devices_warning(made, places, data_parallel, by_name=isinstance(schedule, str))
+        if auto and made.num_ranks < min(num_stages, there := num_places(devices, mesh, data_parallel)):
+            rule = "equally many stages lie on each rank, and a rank has a device"
+            idle = f"{num_stages} stages on {made.num_ranks} rank{'s' * (made.num_ranks > 1)}, and devices for {there}"
+            fix = f"pass num_stages={there} or {2 * there}, or another multiple of {there}"
+            given["devices_warning"] = DevicesWarning(f'schedule="auto": {rule}.\n  Got: {idle}.\n  Fix: {fix}.')
         found = cls(positional_key(loss_fn, 2 + has_state, called), made, places, **given)
         if has_state and found.placement.num_replicas > 1:
             where, got = "has_state=True with data parallelism", f"{found.placement.num_replicas} replicas"

@@ -1,5 +1,7 @@
 """``schedule="auto"``: made when the stages are known, and then a schedule like any other."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +62,9 @@ def test_the_numbers_of_ranks_are_as_many_as_there_are_devices_for():
     made = {n: pipeline(devices=jax.devices()[:n], num_stages=4) for n in (1, 2, 3, 4, 5)}
     ranks = {}
     for n, pipe in made.items():
-        pipe.abstract_state(params(), BATCH)
+        idle = pytest.warns(jaxpp.DevicesWarning, match="4 stages on 2 ranks, and devices for 3") if n == 3 else nullcontext()
+        with idle:
+            pipe.abstract_state(params(), BATCH)
         ranks[n] = pipe.schedule.num_ranks
     assert ranks == {1: 1, 2: 2, 3: 2, 4: 4, 5: 4}
 
