@@ -108,11 +108,8 @@ class Options:
         called = "loss_fn" if others.get("is_loss", True) else "fn"
         if devices is None and mesh is None:
             given["devices_warning"] = devices_warning(made, places, data_parallel, by_name=isinstance(schedule, str))
-        if auto and made.num_ranks < min(num_stages, there := num_places(devices, mesh, data_parallel)):
-            rule = "equally many stages lie on each rank, and a rank has a device"
-            idle = f"{num_stages} stages on {made.num_ranks} rank{'s' * (made.num_ranks > 1)}, and devices for {there}"
-            fix = f"pass num_stages={there} or {2 * there}, or another multiple of {there}"
-            given["devices_warning"] = DevicesWarning(f'schedule="auto": {rule}.\n  Got: {idle}.\n  Fix: {fix}.')
+        if auto:
+            given |= _idle_devices(made, num_places(devices, mesh, data_parallel))
         found = cls(positional_key(loss_fn, 2 + has_state, called), made, places, **given)
         if has_state and found.placement.num_replicas > 1:
             where, got = "has_state=True with data parallelism", f"{found.placement.num_replicas} replicas"
@@ -254,6 +251,17 @@ def _before_measuring(num_stages: int, num_microbatches: int, num_places: int) -
     options = {} if per_rank == 1 else {"stages_per_rank": per_rank}
     made = make("1f1b" if per_rank == 1 else "looped-bfs", num_ranks=num_ranks, num_microbatches=num_microbatches, **options)
     return Schedule(AUTO, made.rows, made.stage_to_rank)
+
+
+def _idle_devices(schedule: Schedule, there: int) -> dict[str, DevicesWarning]:
+    """A warning of devices that ``schedule="auto"`` leaves idle, because ranks of equally many stages need fewer."""
+    stages, ranks = schedule.num_stages, schedule.num_ranks
+    if ranks == min(stages, there):
+        return {}
+    rule = 'schedule="auto": equally many stages lie on each rank, and a rank has a device'
+    got = f"{stages} stages on {ranks} rank{'s' * (ranks > 1)}, and devices for {there}"
+    fix = f"pass num_stages={there} or {2 * there}, or another multiple of {there}"
+    return {"devices_warning": DevicesWarning(f"{rule}.\n  Got: {got}.\n  Fix: {fix}.")}
 
 
 def _check_order(schedule: Schedule) -> None:
