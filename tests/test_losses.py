@@ -4,6 +4,7 @@ import itertools
 import re
 import warnings
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,20 @@ def test_a_label_that_does_not_count_has_no_loss_and_no_gradient_and_a_wrong_one
     grad = jax.grad(lambda hidden: jaxpp.linear_cross_entropy(hidden, table, labels, ignore_index=-100).sum())(hidden)
     assert not grad[0, 0].any()
     assert grad[0, 1].any()
+
+
+def test_words_that_a_bias_rules_out_may_fill_a_whole_slice():
+    hidden, table, _ = head("float32")
+    ruled_out = jnp.where(jnp.arange(len(table)) < len(table) // 4, -jnp.inf, 0.0)
+    labels = jnp.maximum(LABELS, len(table) // 4)
+
+    def both(loss):
+        return jax.value_and_grad(lambda hidden, table: loss(hidden, table).mean(), (0, 1))(hidden, table)
+
+    found = both(lambda hidden, table: jaxpp.linear_cross_entropy(hidden, table, labels, bias=ruled_out, num_slices=8))
+    logits = lambda hidden, table: hidden @ table.T + ruled_out  # noqa: E731
+    wanted = both(lambda h, t: optax.softmax_cross_entropy_with_integer_labels(logits(h, t), labels))
+    chex.assert_trees_all_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_bfloat16_is_summed_in_float32_and_its_gradients_have_the_types_of_the_arguments():

@@ -14,15 +14,18 @@ import pytest
 import jaxpp
 from jaxpp.engine import layout
 from jaxpp.engine.layout import lengths_of
+from jaxpp.options import Options
+from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import link_times
 from jaxpp.runtime.place import OneDevice
 from jaxpp.schedule.registry import make_for_stages
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.cuts import by_step
 from jaxpp.stages.cuts.balance import REAL_WORK, SLACK, UNEVEN, balance, least_largest, prefix_sums
-from jaxpp.stages.cuts.by_step import Links, balance_step
-from jaxpp.stages.estimate import SpineCosts
+from jaxpp.stages.cuts.by_step import Links, balance_step, step_costs
+from jaxpp.stages.estimate import CPU_RATES, SpineCosts
 from jaxpp.stages.loss.traced_loss import trace_loss
+from jaxpp.stages.remat import Least
 
 
 def products(widths):
@@ -158,3 +161,63 @@ def test_a_pipeline_cuts_by_the_links_that_it_measures(monkeypatch):
         pipe.verify(state, batch)
         owned.append(pipe.engine.owner.count(0))
     assert owned[0] < owned[1] == 3
+
+
+def cut_of(loss_fn, params, batch, **options):
+    """How many layers each stage owns, without compiling anything."""
+    given = Options.of(loss_fn, **{"num_stages": 4, "num_microbatches": 4, "devices": jax.devices()[:4]} | options)
+    found, _, cut = layout.lay_out(given, optax.sgd(0.1), (params,), batch, None, Programs())
+    return found, cut
+
+
+def scanned(params, x):
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)
+    return jnp.mean(x**2)
+
+
+LAYERS, ROWS = jax.ShapeDtypeStruct((16, 64, 64), "float32"), jax.ShapeDtypeStruct((128, 64), "float32")
+
+
+@pytest.mark.parametrize("rate", [1e-12, 1e-9, 1e-7])
+def test_a_loop_over_layers_is_cut_however_slow_the_links_and_no_stage_is_one_and_a_half_times_the_mean(rate, monkeypatch):
+    monkeypatch.setattr(layout, "links_of", lambda _: Links((0.0,) * 3, (rate, rate / 9, rate)))
+    found, cut = cut_of(scanned, LAYERS, ROWS)
+    assert len(cut.stages) == 4
+    assert max(found.slicing.sizes[0]) <= 1.5 * 16 / 4
+
+
+def test_a_loop_over_time_between_many_layers_is_no_giant_by_its_flops():
+    def loss(params, x):
+        state, _ = jax.lax.scan(lambda s, row: (jnp.tanh(s @ params["time"] + row), None), x[0], jnp.stack([x] * 16)[:, 0])
+        for w in params["layers"]:
+            x = jnp.tanh(x @ w + state)
+        return jnp.mean(x**2)
+
+    square = jax.ShapeDtypeStruct((64, 64), "float32")
+    _, cut = cut_of(loss, {"time": square, "layers": [square] * 12}, ROWS)
+    assert len(cut.stages) == 4
+
+
+def test_a_checkpoint_around_the_whole_loss_costs_what_it_computes_again():
+    def loss(params, x):
+        for w in params:
+            x = x @ w
+        return x.sum()
+
+    params, x = [jax.ShapeDtypeStruct((64, 64), "float32")] * 4, jax.ShapeDtypeStruct((64, 64), "float32")
+    plain, again = (trace_loss(each, params, x, None, has_aux=False) for each in (loss, jax.checkpoint(loss)))
+    costs = [step_costs(each, Least(), CPU_RATES) for each in (plain, again)]
+    assert again.remat is not None
+    assert sum(costs[1].total) > 1.2 * sum(costs[0].total)
+
+
+def test_before_a_boundary_without_gradient_there_may_be_no_derivative():
+    def loss(params, x):
+        x = jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1] @ params[0])), (0, x))[1]
+        for w in params[1:]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    params = [jax.ShapeDtypeStruct((64, 64), "float32")] * 6
+    _, cut = cut_of(loss, params, ROWS, num_stages=2, cut_gradient=[0], devices=jax.devices()[:2])
+    assert len(cut.stages) == 2
