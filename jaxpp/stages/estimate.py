@@ -66,7 +66,7 @@ CPU_RATES = Rates(
     ),
     bandwidth=20 * _GIGA,
     peer=20 * _GIGA,
-    network=_GIGA,
+    network=20 * _GIGA,  # several processes on one host cut as one process does
 )
 
 
