@@ -277,6 +277,8 @@ class _Layouts:
             return loss
         if options.cut_gradient:  # stages before such a boundary have no backward, and there may be none to trace
             return loss
+        if options.placement.num_shards > 1:  # nobody estimates collectives, of which a cut inside a pair of layers makes more
+            return loss
         kept = Counter(options.remat or [RematPolicy()]).most_common(1)[0][0]  # of most stages
         return replace(loss, step=step_costs(loss, kept, rates_of(options.devices[0])))
 

@@ -170,7 +170,7 @@ def test_the_forward_of_two_layers_has_one_all_reduce_over_model():
 @pytest.mark.long
 def test_activations_go_from_sub_mesh_to_sub_mesh_without_the_host():
     case = gpt_case(batch_size=16)
-    pipe = pipeline(case, mesh=mesh_of(), balance="flops")
+    pipe = pipeline(case, mesh=mesh_of())
     state = pipe.init(case.params, case.batch)
     _, lowered = pipe.engine.plan("grads", case.batch, case.key)
     sent = {line.label: line for line in lowered.bound.lines if line.is_send and line.action is not None}
