@@ -162,7 +162,7 @@ def test_cuts_by_time_offloading_by_hbm_and_remat_use_bounds():
     room = max(free.peaks.values()) * 9 // 10
     tight = pipeline(num_devices=4, num_microbatches=8, hbm=room)
     tight.abstract_state(deep, wide)
-    assert re.search(r"stage 0: (offload|recompute) \(peak .*, step \+", str(tight.stages))
+    assert re.search(r"stage 0: (offload|recompute|remat=0\.\d+) \(peak .*, step \+", str(tight.stages))
     assert max(tight.forecast(deep, wide).peaks.values()) <= room
     with pytest.raises(FitError, match=r"H100:0 needs"):
         pipeline(hbm="1MiB").abstract_state(SHAPES, BATCH)
