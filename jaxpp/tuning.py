@@ -217,7 +217,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     num_ranks: int | Sequence[int] | None = None,
     stages_per_rank: int | Sequence[int] = (1, 2),
     remat: str | Sequence[str] | None = None,
-    balance: str | Sequence[str] = "cost",
+    balance: str | Sequence[str] = "flops",
     num_measured: int = 3,
     keep: bool | str | os.PathLike[str] = True,
     **options: object,
@@ -246,7 +246,8 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         stages_per_rank: a number, or several. Schedules in a V have two stages a rank, and interleaved ones two or more.
         remat: ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``, or several of these. Default: ``"least"``; and, if the
             fastest candidate does not fit into ``hbm``, ``"offload"`` and ``"recompute"`` as well.
-        balance: by what the loss is cut, as for ``Pipeline``; or several of these.
+        balance: by what the loss is cut, as for ``Pipeline``; or several of these. Default: ``"flops"``, one cut for all schedules,
+            which share their measurements.
         num_measured: how many candidates are run, by turns in several rounds. With 0, the best by prediction is chosen.
         keep: whether measurements are kept for later calls, in the user's cache folder or in a folder of this name.
         **options: of ``Pipeline``, for all candidates: ``has_aux``, ``weight``, ``has_state``, ``loss_scale``, ...

@@ -56,7 +56,7 @@ class Candidate:
 
     schedule: Schedule  # made for its ranks, stages and microbatches, under a name that ``Pipeline`` takes
     remat: str = "least"  # ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``, the same for all stages
-    balance: str = "cost"  # by what the loss is cut
+    balance: str = "flops"  # by what the loss is cut
 
     @cached_property
     def family(self) -> Family:
@@ -125,7 +125,7 @@ class Space:
     stages_per_rank: tuple[int, ...] = (1, 2)
     num_microbatches: tuple[int, ...] = ()  # numbers of microbatches; the usual ones if none are given, and 1 for ``naive``
     remat: tuple[str, ...] = ("least",)  # what stages keep: ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``
-    balance: tuple[str, ...] = ("cost",)  # by what the loss is cut
+    balance: tuple[str, ...] = ("flops",)  # by what the loss is cut
     in_order: bool = False  # whether each stage must run its forwards in order, because the loss has a model state
 
 

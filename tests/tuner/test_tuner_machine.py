@@ -224,14 +224,14 @@ def test_what_cannot_be_cut_is_refused(tmp_path):
 
 def test_families_are_measured_on_as_many_ranks_as_their_candidates_have():
     names = {
-        Family(4, 8, "least", "cost", False): ("1f1b", 4),
-        Family(4, 8, "least", "cost", True): ("zb-h1", 4),
-        Family(8, 8, "least", "cost", False): ("interleaved", 4),
-        Family(8, 7, "least", "cost", False): ("interleaved", 4),
-        Family(8, 10, "least", "cost", False): ("interleaved", 4),
-        Family(8, 9, "least", "cost", False): ("looped-bfs", 4),
-        Family(8, 8, "least", "cost", True): ("zb-v", 4),
-        Family(6, 8, "least", "cost", False): ("1f1b", 6),
+        Family(4, 8, "least", "flops", False): ("1f1b", 4),
+        Family(4, 8, "least", "flops", True): ("zb-h1", 4),
+        Family(8, 8, "least", "flops", False): ("interleaved", 4),
+        Family(8, 7, "least", "flops", False): ("interleaved", 4),
+        Family(8, 10, "least", "flops", False): ("interleaved", 4),
+        Family(8, 9, "least", "flops", False): ("looped-bfs", 4),
+        Family(8, 8, "least", "flops", True): ("zb-v", 4),
+        Family(6, 8, "least", "flops", False): ("1f1b", 6),
     }
     for family, expected in names.items():
         schedule = plain_schedule(family, num_ranks=4)
