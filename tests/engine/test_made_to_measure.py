@@ -38,7 +38,9 @@ LONG = pytest.mark.long
 FACES = {
     "one stage on each device": {},
     "two stages on each device": {"num_microbatches": 6, "devices": 2},
-    "fewer devices than divide the stages": pytest.param({"devices": 3}, marks=LONG),
+    "fewer devices than divide the stages": pytest.param(
+        {"devices": 3}, marks=(LONG, pytest.mark.filterwarnings("ignore:(?s).*on 2 ranks, and devices for 3:jaxpp.DevicesWarning"))
+    ),
     "replicas": pytest.param({"devices": 4, "data_parallel": 2}, marks=LONG),
     "recomputing": pytest.param({"remat": "recompute"}, marks=LONG),
     "offloading": pytest.param({"remat": "offload", "num_microbatches": 8}, marks=LONG),
