@@ -12,7 +12,7 @@ from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_flags, check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.edges import HOST_MEMORY
-from jaxpp.runtime.place import MODEL, DevicesWarning, Place, Placement, devices_warning, num_places, place, submeshes
+from jaxpp.runtime.place import DevicesWarning, Place, Placement, axes_of, devices_warning, num_places, place, submeshes
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
@@ -20,6 +20,7 @@ from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded, offloads
 from jaxpp.schedule.registry import AUTO, make, make_for_stages
 from jaxpp.schedule.validate import check_counts, is_count
+from jaxpp.stages.axes import MODEL, ONE_DEVICE, RankAxes
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.remat import RematPolicy, offload_of, policies_of
@@ -52,6 +53,7 @@ class Options:
     hbm: int | None = None  # bytes of each device, into which a step is to fit; None if nobody asks
     devices_warning: DevicesWarning | None = None  # what to tell the user of devices that nobody named
     made_to_measure: bool = False  # whether the schedule is yet to be found for what the stages will take: schedule="auto"
+    axes: RankAxes = ONE_DEVICE  # of a rank, which functions may name
     is_loss: bool = True  # False: loss_fn is a function that returns outputs, with has_state (new_model_state, outputs)
 
     @classmethod
@@ -105,6 +107,7 @@ class Options:
         others["offload"] = others["remat"]
         given = {name: settled[name](value) if name in settled else value for name, value in others.items()}
         given["made_to_measure"] = auto
+        given["axes"] = axes_of(places[0], mesh)
         called = "loss_fn" if others.get("is_loss", True) else "fn"
         if devices is None and mesh is None:
             given["devices_warning"] = devices_warning(made, places, data_parallel, by_name=isinstance(schedule, str))

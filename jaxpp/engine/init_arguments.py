@@ -186,7 +186,7 @@ def are_swapped(options: Options, given: InitArguments, joined: Callable[[tuple[
 def _called(options: Options, *args: Tree) -> Tree | None:
     for keys in ((), (jax.random.key(0),)):
         try:
-            return (jax.eval_shape(options.loss_fn, *args, *keys),)
+            return (options.axes.shapes(options.loss_fn, *args, *keys),)
         except Exception:  # noqa: BLE001, S112  (it cannot)
             continue
     return None

@@ -26,13 +26,14 @@ from jaxpp.plan.microbatch_weights import weigh
 from jaxpp.plan.step import Leaves, Step, param_name, state_name
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
-from jaxpp.runtime.place import Placement
+from jaxpp.runtime.place import Placement, undivided_warning
 from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import length
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
+from jaxpp.stages.axes import divides
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven
 from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
@@ -147,7 +148,8 @@ def lay_out(
     layered = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
     if options.cuts is None and like is None:
         check_giant(layered, schedule.num_stages)
-    found = _Layouts(options, optimizer, given, microbatch, key, frozen, like)
+    specs = specs_of(options.shardings, variables[0], options.placement.num_shards)
+    found = _Layouts(options, optimizer, given, microbatch, key, frozen, like, specs)
     layout, first = found.at(layered)
     if options.cuts is not None or schedule.num_stages == 1 or like is not None:
         return layout, microbatch, first
@@ -174,13 +176,14 @@ class _Layouts:
     key: Key | None
     frozen: frozenset[int]
     like: Layout | None
+    specs: tuple[PartitionSpec, ...]  # of the parameter leaves given
     links: Links | None = None
 
     def at(self, loss: TracedLoss) -> tuple[Layout, CutLoss]:
         """Cut the loss, every layer of whose loops is an equation of its own, and say what that decides."""
         options, given, like = self.options, self.given, self.like
         clock, spine = loss.clock, loss.primitives
-        specs = specs_of(options.shardings, given[0], options.placement.num_shards)
+        specs = self.specs
         loss = self._estimated(loss)
         cuts, step = () if like else self._choose(loss, given[0], specs, self.frozen), loss.step
         slicing = self._slicing(loss, cuts, specs)
@@ -197,6 +200,7 @@ class _Layouts:
         trained = None if self.optimizer is None else _trained_statistics(given[0], self.frozen)
         unevenness = uneven(loss, cuts) if options.cuts is None and like is None and options.balance != "memory" else None
         owner = owners(loss, cuts)
+        idle = None if any(map(any, specs)) or divides(loss.graph.eqns) else undivided_warning(options.placement.num_shards)
         first = tracing.cut(loss, cuts, owner, merge.reducers)
         layout = Layout(
             given=given,
@@ -210,9 +214,7 @@ class _Layouts:
             packs=tuple(code.packs for code in first.stages),
             state_owner=first.state_home,
             specs=specs,
-            warnings=tuple(
-                warning for warning in (options.devices_warning, trained, unevenness, merge.warning) if warning is not None
-            ),
+            warnings=tuple(filter(None, (options.devices_warning, idle, trained, unevenness, merge.warning))),
             weight=merge.weight,
         )
         return layout, first

@@ -4,18 +4,19 @@ The compiler divides the work accordingly; two layers sharded by column and then
 """
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
-from jaxpp.errors import ArgumentError
-from jaxpp.runtime.place import MODEL
+from jaxpp.errors import ArgumentError, shown
+from jaxpp.stages.axes import MODEL
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.stages.own_params import Joint
-from jaxpp.types import Aval, Params, Tree
+from jaxpp.types import Aval, Leaf, Params, Tree
 
 _WHOLE = PartitionSpec()
 
@@ -43,43 +44,127 @@ RULES: Mapping[str, Callable[[str, int], PartitionSpec]] = {
 def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[PartitionSpec, ...]:
     """How each parameter leaf is sharded over ``num_shards`` devices along ``model``; empty if none can be.
 
-    ``shardings``: rules or ``PartitionSpec``s by path or pattern; a tree of these; Flax's logical axis rules (pairs) for parameters
-    with such names; or None, for parameters with axis names of the mesh or none.
+    ``shardings``: rules, ``PartitionSpec``s or ``NamedSharding``s by path or pattern; a tree of these; a function of a path and a
+    shape that returns one; or Flax's logical axis rules (pairs), for parameters with such names. None: as the parameters say
+    themselves, by Flax's metadata (axes of the mesh), or as arrays that are sharded already.
+
+    Raises:
+        ArgumentError: rules that fit no parameter, or shardings that cannot be.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    if shardings is None and num_shards == 1:
+    if num_shards == 1 and shardings is None:
         return ()
-    if isinstance(shardings, Mapping) and all(isinstance(value, (str, PartitionSpec)) for value in shardings.values()):
-        specs = _matched(shardings, leaves)
+    paths = [path_name(path) for path, _ in leaves]
+    if shardings is None:
+        specs = _own(params, [leaf for _, leaf in leaves])
+    elif callable(shardings):
+        pairs = zip(paths, leaves, strict=True)
+        specs = [_spec_of(shardings(path, tuple(leaf.shape)), path, len(leaf.shape)) for path, (_, leaf) in pairs]
+    elif isinstance(shardings, Sequence) and not isinstance(shardings, (str, PartitionSpec)) and all(map(_is_pair, shardings)):
+        specs = _logical(list(shardings), params)
     else:
-        from flax.linen import get_partition_spec, spmd  # noqa: PLC0415  (takes long, and few need it)
-
-        rules = list(shardings) if isinstance(shardings, Sequence) else []
-        pairs = isinstance(shardings, Sequence) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in rules)
-        named = get_partition_spec(params) if pairs or shardings is None else shardings
-        found = spmd.logical_to_mesh(named, rules) if pairs else named
-        specs = jax.tree.leaves(found, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-        if len(specs) != len(leaves) or not all(isinstance(spec, PartitionSpec) for spec in specs):
-            rule = "a tree of shardings has one PartitionSpec for each parameter"
-            got = f"{len(specs)} leaves for {len(leaves)} parameters"
+        by_path = dict(_by_path(shardings)) if isinstance(shardings, Mapping) else {}
+        flat = jax.tree.leaves(shardings, is_leaf=_is_rule)
+        if by_path and all(map(_is_rule, by_path.values())):
+            specs = _matched(by_path, leaves)
+        elif len(flat) == len(leaves) and all(map(_is_rule, flat)):
+            specs = [_spec_of(rule, path, len(leaf.shape)) for rule, path, (_, leaf) in zip(flat, paths, leaves, strict=True)]
+        else:
+            rule, got = "a tree of shardings has one for each parameter", f"{len(flat)} leaves for {len(leaves)} parameters"
             fix = 'pass such a tree, or a dictionary by path, for example {"*/fc": "column", "*/proj": "row"}'
             raise ArgumentError("shardings", rule, got, fix)
     _check(specs, leaves, num_shards)
     return tuple(specs)
 
 
-def _matched(shardings: Mapping[str, str | PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]]) -> list[PartitionSpec]:
+def _is_rule(value: object) -> bool:
+    return value is None or isinstance(value, (str, PartitionSpec, NamedSharding))
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
+
+
+def _by_path(tree: Mapping[str, Tree], prefix: str = "") -> Iterator[tuple[str, Tree]]:
+    """The rules of a dictionary by path or pattern, or of dictionaries in it."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _by_path(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _spec_of(rule: Tree, path: str, ndim: int) -> PartitionSpec:
+    if isinstance(rule, str) and rule in RULES:
+        return RULES[rule](path, ndim)
+    if isinstance(rule, NamedSharding):
+        return rule.spec
+    if rule is None or isinstance(rule, PartitionSpec):
+        return _WHOLE if rule is None else rule
+    names = ", ".join(map(repr, RULES))
+    raise ArgumentError(f"shardings[{path!r}]", f"a rule is one of {names}", shown(rule), "pass one, or a PartitionSpec")
+
+
+def _own(params: Params, leaves: Sequence[Leaf]) -> list[PartitionSpec]:
+    """What parameters say of themselves: Flax's metadata where there is some, or how an array is sharded along ``model``."""
+    named = [
+        [spec if isinstance(spec, PartitionSpec) else _WHOLE for spec in jax.tree.leaves(tree, is_leaf=_is_rule)]
+        for tree in _metadata(params)
+    ]
+    named += [[_divided(leaf) for leaf in leaves]]
+    columns = [specs for specs in named if len(specs) == len(leaves)]
+    return [next((spec for spec in specs if any(spec)), _WHOLE) for specs in zip(*columns, strict=True)]
+
+
+def _metadata(params: Params) -> Iterator[Tree]:
+    from flax.linen import get_partition_spec  # noqa: PLC0415  (takes long, and few need it)
+
+    yield get_partition_spec(params)
+    if "flax.nnx" in sys.modules:
+        from flax import nnx  # noqa: PLC0415
+
+        if any(
+            isinstance(leaf, nnx.Variable) for leaf in jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        ):
+            yield nnx.get_partition_spec(params)
+
+
+def _divided(leaf: Leaf) -> PartitionSpec:
+    """How an array is sharded along ``model``; its other axes were those of the devices it comes from."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return _WHOLE
+    return PartitionSpec(
+        *(MODEL if MODEL in (entry if isinstance(entry, tuple) else (entry,)) else None for entry in sharding.spec)
+    )
+
+
+def _logical(rules: list[tuple[str, Tree]], params: Params) -> list[PartitionSpec]:
+    """By the axis names of Flax's annotated modules, for each of which there is a rule."""
+    from flax.linen import get_partition_spec, spmd  # noqa: PLC0415  (takes long, and few need it)
+
+    named = get_partition_spec(params)
+    names = {name for spec in jax.tree.leaves(named, is_leaf=_is_rule) for name in spec}
+    if not names.intersection(name for name, _ in rules):
+        rule = "logical axis rules map names that parameters give their axes"
+        known = ", ".join(sorted(repr(name) for name in names if name is not None)) or "no names (of Flax's metadata)"
+        fix = 'map those names, or pass rules by path, for example {"*/fc": "column", "*/proj": "row"}'
+        raise ArgumentError(
+            "shardings", rule, f"rules for {', '.join(repr(name) for name, _ in rules)}; the axes have {known}", fix
+        )
+    return jax.tree.leaves(spmd.logical_to_mesh(named, rules), is_leaf=_is_rule)
+
+
+def _matched(shardings: Mapping[str, Tree], leaves: Sequence[tuple[KeyPath, Aval]]) -> list[PartitionSpec]:
     """By path; where several patterns match, the last counts."""
     paths = [path_name(path) for path, _ in leaves]
     specs, missed = [_WHOLE] * len(leaves), []
     for pattern, rule in shardings.items():
-        if isinstance(rule, str) and rule not in RULES:
-            names = ", ".join(map(repr, RULES))
-            raise ArgumentError(f"shardings[{pattern!r}]", f"a rule is one of {names}", repr(rule), "pass one, or a PartitionSpec")
+        _spec_of(rule, pattern, 0)
         found = [k for k, path in enumerate(paths) if fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"{pattern}/*")]
         missed += [] if found else [pattern]
         for k in found:
-            specs[k] = RULES[rule](paths[k], len(leaves[k][1].shape)) if isinstance(rule, str) else rule
+            specs[k] = _spec_of(rule, paths[k], len(leaves[k][1].shape))
     if missed:
         rule, fix = "a pattern names parameters or modules by their path", "use paths like those below, with * for any part"
         got, picture = [f"{pattern!r} matches none" for pattern in missed], "\n".join(paths[:12] + ["..."] * (len(paths) > 12))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.options import Options
+from jaxpp.stages.axes import ONE_DEVICE, RankAxes
 from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.cuts.cut_loss import CutLoss, cut
 from jaxpp.stages.estimate import rates_of
@@ -93,7 +94,7 @@ class Tracing:
         if found.sure or found.name:
             return found.sure and found.name is not None
         try:
-            jax.eval_shape(self.options.loss_fn, *variables, batch, jax.random.key(0))
+            self.options.axes.shapes(self.options.loss_fn, *variables, batch, jax.random.key(0))
         except Exception as error:  # noqa: BLE001  (whatever else is wrong is said when it is traced)
             return not isinstance(error, TypeError)
         return True
@@ -127,13 +128,17 @@ class Tracing:
         *,
         train: bool | None = None,
         per_layer: bool = False,
+        axes: RankAxes | None = None,
     ) -> TracedLoss:
-        """A loss over the pipeline's parameters traced at a microbatch's shapes; ``train``: to be differentiated, the default."""
+        """A loss over the pipeline's parameters traced at a microbatch's shapes; ``train``: to be differentiated, the default.
+
+        ``axes``: of where it is to run, a rank unless given.
+        """
         params, *state = variables
         train = self.options.is_loss if train is None else train
         has_aux = self.options.has_aux if loss_fn == self.options.loss_fn else None
         options = {"has_aux": has_aux, "differentiable": train, "frozen": self.frozen, "per_layer": per_layer}
-        options |= {"shared": self.shared(microbatch), "is_loss": self.options.is_loss}
+        options |= {"shared": self.shared(microbatch), "is_loss": self.options.is_loss, "axes": axes or self.options.axes}
         return trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
 
     def cut(self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], reducers: Mapping[int, Reducer], **known: Any) -> CutLoss:
@@ -224,7 +229,7 @@ class _Counted:
     degree: int  # the loss has it times so many powers of the number of examples
 
     def __call__(self, batch: Batch) -> jax.Array:
-        loss = self.tracing.trace(self.loss_fn, self.variables, batch_avals(batch), self.key, train=False)
+        loss = self.tracing.trace(self.loss_fn, self.variables, batch_avals(batch), self.key, train=False, axes=ONE_DEVICE)
         graph, (i, k) = loss.graph, self.place
         var = graph.eqns[i].outvars[k]
         needed = ancestors(graph, [var])

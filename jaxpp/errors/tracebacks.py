@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from jaxpp.errors import ArgumentError, JaxppError
 from jaxpp.errors.keywords import unknown_keywords
+from jaxpp.errors.user_mesh import set_aside
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -35,7 +36,8 @@ def entry(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def public(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         trace = current_trace()
         try:
-            return function(*args, **kwargs)
+            with set_aside():
+                return function(*args, **kwargs)
         except BaseException as error:
             unknown = _unknown(function, kwargs) if isinstance(error, TypeError) and kwargs else None
             del args, kwargs  # of this frame, which runs and cannot be cleared

@@ -32,6 +32,7 @@ from jaxpp.runtime.bind import Bound, bind_lines, compile_plan
 from jaxpp.runtime.edges import put
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.interrupts import despite_ctrl_c
+from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.graph import Graph, trace
 from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.stacked import Slices, concatenated, is_slices, joined, split_like
@@ -335,10 +336,10 @@ def prompts_of(request: Request) -> tuple[tuple[int, ...], int | None, int | Non
     params = jax.eval_shape(lambda tree: joined(tree, concatenated), engine.layout.params)
 
     def look() -> tuple[tuple[int, ...], int, Graph | None, int | None]:
-        sizes = tuple(size for size in chunk_sizes(chunk) if size == 1 or _takes(fn, params, shapes, size))
+        sizes = tuple(size for size in chunk_sizes(chunk) if size == 1 or _takes(engine.options.axes, fn, params, shapes, size))
         length = sizes[-2:][0]
         try:
-            graph, result = trace(fn, params, shapes, jax.ShapeDtypeStruct((1, length), np.int32))
+            graph, result = trace(fn, params, shapes, jax.ShapeDtypeStruct((1, length), np.int32), axes=engine.options.axes)
         except Exception:  # noqa: BLE001  (said when the function is cut)
             return sizes, length, None, None
         match result:
@@ -354,9 +355,9 @@ def prompts_of(request: Request) -> tuple[tuple[int, ...], int | None, int | Non
     return sizes, room, vocab
 
 
-def _takes(fn: ForwardFn, params: Tree, carry: Tree, length: int) -> bool:
+def _takes(axes: RankAxes, fn: ForwardFn, params: Tree, carry: Tree, length: int) -> bool:
     try:
-        jax.eval_shape(fn, params, carry, jax.ShapeDtypeStruct((1, length), np.int32))
+        axes.shapes(fn, params, carry, jax.ShapeDtypeStruct((1, length), np.int32))
     except Exception:  # noqa: BLE001  (what is wrong at one token too is said when that is traced)
         return False
     return True

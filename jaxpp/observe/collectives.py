@@ -28,8 +28,8 @@ from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.bind import BoundLine
 from jaxpp.runtime.hlo import COLLECTIVES, Computations, HloInstruction, parse_hlo, split_commas, until_closed
-from jaxpp.runtime.place import DATA
 from jaxpp.runtime.replica_groups import Mean
+from jaxpp.stages.axes import DATA
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.own_params import Joint
 from jaxpp.stages.stage_table import bytes_in_words

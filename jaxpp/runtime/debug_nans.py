@@ -101,7 +101,7 @@ class NanCheck:
         program = job.program
         given = tuple(ref for ref, arg in zip(program.inputs, args, strict=True) if self._count(arg))
         avals = [jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in args] if program.spans else program.avals
-        graph, _ = trace(program.function, *avals)
+        graph, _ = trace(program.function, *avals, env=program.env)
         read = {*variables(graph.outputs), *(var for eqn in graph.eqns for var in variables(eqn.invars))}
         own = [not program.spans and job.place.per_replica(ref) for ref in program.inputs]
         for replica in range(job.place.num_replicas if any(own) else 1):

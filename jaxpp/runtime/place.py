@@ -20,12 +20,12 @@ from jaxpp.errors.checks import check_devices
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import check_counts, is_count
+from jaxpp.stages.axes import DATA, MODEL, PIPE, RankAxes
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.targets import compiles_only, device_name
 from jaxpp.types import Aval, Device, Home, Leaf
 
-PIPE, DATA, MODEL = "pipe", "data", "model"
 _FREE = frozenset({Role.RESIDUAL, Role.STATIC})  # only their own stage reads them; the compiler shards them as it likes
 
 Own = frozenset[tuple[Role, int]]  # role and number of the leaves of which each replica has its own
@@ -212,7 +212,8 @@ class Submesh(Place):
             return [jax.numpy.asarray(r)[None] if mine else r for r, mine in zip(results, writes, strict=True)]
 
         ins, outs = ([split if mine else whole for mine in ends] for ends in (reads, writes))
-        return jax.shard_map(of_one, mesh=self.mesh, in_specs=tuple(ins), out_specs=outs, axis_names={DATA}, check_vma=False)
+        apart = set(RankAxes(self.mesh.abstract_mesh).apart)
+        return jax.shard_map(of_one, mesh=self.mesh, in_specs=tuple(ins), out_specs=outs, axis_names=apart, check_vma=False)
 
 
 def devices_of(shown: "Device | Submesh") -> tuple[Device, ...]:
@@ -288,6 +289,12 @@ def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel
     return tuple(Submesh(Mesh(rows, (DATA, MODEL))) for rows in grid)
 
 
+def axes_of(place: Place, mesh: Mesh | None) -> RankAxes:
+    """The axes of a rank; ``mesh`` has those of all devices, and is in force for functions unless the user has set one."""
+    whole = None if mesh is None or mesh.explicit_axes else mesh.abstract_mesh
+    return RankAxes(place.mesh.abstract_mesh, whole) if isinstance(place, Submesh) else RankAxes(mesh=whole)
+
+
 def num_places(devices: Sequence[Device] | None, mesh: object, data_parallel: object) -> int:
     """For how many ranks there are devices; what cannot be run is refused by ``submeshes``."""
     if mesh is not None:
@@ -321,6 +328,16 @@ def devices_warning(schedule: Schedule, places: Sequence[Place], data_parallel: 
     else:
         return None
     return DevicesWarning(f"{where}: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
+
+
+def undivided_warning(num_shards: int) -> DevicesWarning | None:
+    """What to tell the user of ``num_shards`` devices along ``model`` over which nothing is divided; None of one."""
+    if num_shards == 1:
+        return None
+    rule = "the devices along an axis of the mesh divide the work of a stage"
+    got = f'no parameter is sharded over "model": its {num_shards} devices hold and compute the same'
+    fix = 'pass shardings=..., for example {"*/fc": "column", "*/proj": "row"}, or a mesh without that axis'
+    return DevicesWarning(f'mesh with the axis "model": {rule}.\n  Got: {got}.\n  Fix: {fix}.')
 
 
 def _check_alike(devices: Sequence[Device]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from jaxpp.stages.axes import AxisEnv, RankAxes, moved
 from jaxpp.stages.jaxpr import (
     CALLS,
     CHECKPOINTS,
@@ -41,6 +42,7 @@ class Graph:
     inputs: tuple[Var, ...]  # one variable for each argument leaf
     outputs: tuple[Atom, ...]  # one variable or literal for each result leaf
     constants: Mapping[Var, jax.Array]  # arrays the function closed over, by variable
+    env: AxisEnv = ()  # the axes that collectives among the equations may be over
 
     def function(self, eqns: Iterable[int], inputs: Sequence[Var], outputs: Sequence[Atom]) -> Callable[..., list[jax.Array]]:
         """The function of ``inputs`` that runs the equations numbered ``eqns`` and returns ``outputs``."""
@@ -102,11 +104,19 @@ class Rewriter:
         return live(replace(old, eqns=tuple(self.eqns), names=tuple(self.names), outputs=outputs))
 
 
-def trace(function: Callable[..., Tree], *args: Tree, opened: bool = False) -> tuple[Graph, Tree]:
-    """The flat graph of ``function`` at the shapes of ``args`` (arrays or shapes), and the tree of result shapes."""
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+def trace(
+    function: Callable[..., Tree], *args: Tree, opened: bool = False, env: AxisEnv = (), axes: RankAxes | None = None
+) -> tuple[Graph, Tree]:
+    """The flat graph of ``function`` at the shapes of ``args`` (arrays or shapes), and the tree of result shapes.
+
+    ``env``: the axes over which it may communicate. With ``axes`` it is the user's, and moved to a rank with these axes.
+    """
+    env = env if axes is None else axes.env
+    made = jax.make_jaxpr(function, axis_env=env, return_shape=True)
+    closed, shapes = made(*args) if axes is None else axes.in_force(lambda: made(*args))
+    closed = closed if axes is None else moved(closed, axes)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    whole = Graph((), (), tuple(closed.jaxpr.invars), tuple(closed.jaxpr.outvars), constants)
+    whole = Graph((), (), tuple(closed.jaxpr.invars), tuple(closed.jaxpr.outvars), constants, env)
     flat = _Flattener(constants, CALLS | CUSTOM_RULES if opened else CALLS)
     flat.add(closed.jaxpr, "")
     return flat.graph(whole), shapes

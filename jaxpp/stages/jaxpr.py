@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding, use_abstract_mesh
 
 from jaxpp.types import Aval, Leaf, Tree
 
@@ -91,9 +92,14 @@ def function_of(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequen
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
 
 
-def equations_of(function: Callable[..., Tree], atoms: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
-    """The equations that compute ``function`` of these atoms, with variables of their own; and its results."""
-    jaxpr = jax.make_jaxpr(function)(*shapes_of(atoms)).jaxpr
+def equations_of(
+    function: Callable[..., Tree], atoms: Sequence[Atom], env: Sequence[tuple[str, int]] = ()
+) -> tuple[list[JaxprEqn], list[Atom]]:
+    """The equations that compute ``function`` of these atoms, with variables of their own; and its results.
+
+    ``env``: the axes over which it may communicate.
+    """
+    jaxpr = jax.make_jaxpr(function, axis_env=env)(*shapes_of(atoms)).jaxpr
     names: dict[Var, Atom] = dict(zip(jaxpr.invars, atoms, strict=True))
     names |= {var: Var(var.aval) for eqn in jaxpr.eqns for var in eqn.outvars}
 
@@ -174,6 +180,91 @@ def kind_of(eqn: JaxprEqn) -> str:
 def context_of(eqn: JaxprEqn) -> Hashable:
     """The settings under which an equation was traced, as far as they decide how it is compiled."""
     return getattr(eqn, "ctx", None)
+
+
+def mesh_of(eqn: JaxprEqn) -> AbstractMesh:
+    """The mesh that was in force when an equation was traced, or on which its operands are; an empty one for none."""
+    shardings = [getattr(aval_of(atom), "sharding", None) for atom in eqn.invars]
+    meshes = [eqn.ctx.cur_abstract_mesh, *(sharding.mesh for sharding in shardings if sharding is not None)]
+    return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+
+
+def in_mesh(eqn: JaxprEqn, mesh: AbstractMesh) -> JaxprEqn:
+    """An equation as if it had been traced with another mesh in force."""
+    with eqn.ctx.manager, use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):  # JAX goes from one to another by none
+        return eqn.replace(ctx=jax.make_jaxpr(jax.lax.neg)(1.0).eqns[0].ctx)
+
+
+def on_mesh(atom: Atom, mesh: AbstractMesh, renamed: Callable[[Iterable[str]], Iterable[str]]) -> Atom:
+    """A variable like another, or a number, where another mesh is in force; ``renamed`` says along which axes there it varies."""
+    aval = aval_of(atom)
+    if hasattr(aval, "sharding"):
+        sharding, manual = NamedSharding(mesh, PartitionSpec(*[None] * len(aval.shape))), aval.manual_axis_type
+        sets = {name: frozenset(renamed(getattr(manual, name))) for name in ("varying", "unreduced", "reduced")}
+        aval = aval.update(sharding=sharding, manual_axis_type=type(manual)(**sets))
+    if isinstance(atom, Literal):
+        return Literal(atom.val.view() if isinstance(atom.val, np.ndarray) else atom.val, aval)  # an array knows its mesh
+    return Var(aval)
+
+
+_CONSTRAINTS = frozenset({"sharding_constraint", "reshard"})
+
+
+def constraint_of(eqn: JaxprEqn) -> Sharding | None:
+    """How an equation says that its operand is sharded; None for an equation that does something else."""
+    if kind_of(eqn) not in _CONSTRAINTS:
+        return None
+    return eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+
+
+class ShardMap(NamedTuple):
+    """A ``jax.shard_map``."""
+
+    body: Jaxpr
+    mesh: AbstractMesh
+    specs: tuple[PartitionSpec, ...]  # of operands and results
+    manual: frozenset[str]  # the axes over which it maps
+
+
+def shard_map_of(eqn: JaxprEqn) -> ShardMap | None:
+    """The equation as a ``jax.shard_map``; None for anything else."""
+    if kind_of(eqn) != "shard_map":
+        return None
+    params = eqn.params
+    manual = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
+    return ShardMap(params["jaxpr"], params["mesh"].abstract_mesh, (*params["in_specs"], *params["out_specs"]), frozenset(manual))
+
+
+def with_shard_map(eqn: JaxprEqn, new: ShardMap) -> JaxprEqn:
+    """The ``jax.shard_map`` of another body, over other axes."""
+    params, split = dict(eqn.params), len(eqn.params["in_specs"])
+    params |= {"jaxpr": new.body, "mesh": new.mesh, "in_specs": new.specs[:split], "out_specs": new.specs[split:]}
+    name = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
+    return eqn.replace(params=params | {name: new.manual})
+
+
+def is_named(effect: object) -> bool:
+    """Whether an effect only says that a mesh axis is named."""
+    return type(effect).__name__ == "NamedAxisEffect"
+
+
+def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
+    """The names of mesh axes over which a collective, or ``axis_index``, works; empty for anything else."""
+    if kind_of(eqn) == "shard_map":
+        return ()
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(axis for axis in (axes if isinstance(axes, (tuple, list, frozenset)) else [axes]) if isinstance(axis, str))
+
+
+def with_params(eqn: JaxprEqn, changed: Callable[[str, Tree], Tree]) -> JaxprEqn:
+    """An equation whose parameters are what ``changed`` makes of each, by name and value; also of those in tuples."""
+
+    def each(name: str, value: Tree) -> Tree:
+        if type(value) in (tuple, list):
+            return type(value)(each(name, item) for item in value)
+        return changed(name, value)
+
+    return eqn.replace(params={name: each(name, value) for name, value in eqn.params.items()})
 
 
 def module_path(eqn: JaxprEqn) -> str:

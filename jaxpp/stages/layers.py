@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
+from jaxpp.stages.axes import AxisEnv
 from jaxpp.stages.graph import Graph, Rewriter
 from jaxpp.stages.jaxpr import (
     CHEAP,
@@ -73,7 +74,7 @@ def split_scans(
     graph: Graph, params: Sequence[Var], state: Sequence[Var] = (), *, per_layer: bool = False
 ) -> tuple[Graph, tuple[Layers, ...]]:
     """The graph with the loops over stacked parameters, or stacked model state leaves, split; and what they were split into."""
-    splitter = _Splitter(frozenset(params), frozenset(state), per_layer)
+    splitter = _Splitter(frozenset(params), frozenset(state), per_layer, graph.env)
     for eqn, name in zip(graph.eqns, graph.names, strict=True):
         splitter.add(splitter.resolved(eqn), name)
     return splitter.graph(graph), tuple(splitter.layers)
@@ -108,8 +109,9 @@ class _View(NamedTuple):
 
 
 class _Splitter(Rewriter):
-    def __init__(self, params: frozenset[Var], state: frozenset[Var], per_layer: bool):
+    def __init__(self, params: frozenset[Var], state: frozenset[Var], per_layer: bool, env: AxisEnv):
         super().__init__()
+        self._env = env
         self.layers: list[Layers] = []
         self._state, self._per_layer = set[Atom](state), per_layer
         self._views = {var: _View(var) for var in params | state}
@@ -184,7 +186,7 @@ class _Splitter(Rewriter):
             path = "/".join(filter(None, (name, rows, *inside) if len(spans) > 1 else (name,)))
             inputs = [self._rows(atom, start, stop, path) if len(spans) > 1 else atom for atom in whole]
             is_param = [self._is_stacked(atom) and self._origin(atom) not in self._state for atom in whole]
-            eqns, results = _over(loop, [*consts, *carry, *inputs], is_param, stop - start)
+            eqns, results = _over(loop, [*consts, *carry, *inputs], is_param, stop - start, self._env)
             for made in eqns:
                 self.emit(made, path)
             carry, pieces[start] = results[: loop.num_carry], results[loop.num_carry :]
@@ -229,7 +231,9 @@ def _joined(rewriter: Rewriter, parts: Sequence[Atom], name: str) -> Atom:
     return parts[0] if len(parts) == 1 else rewriter.call(lambda *parts: jax.lax.concatenate(parts, 0), parts, name)[0]
 
 
-def _over(loop: Scan, atoms: Sequence[Atom], is_param: Sequence[bool], length: int) -> tuple[list[JaxprEqn], list[Atom]]:
+def _over(
+    loop: Scan, atoms: Sequence[Atom], is_param: Sequence[bool], length: int, env: AxisEnv
+) -> tuple[list[JaxprEqn], list[Atom]]:
     """Equations that run a loop over other rows, casts of parameters before it; and what they return: the carry, the outputs."""
     moved, rest = _hoisted(loop, is_param)
 
@@ -245,7 +249,7 @@ def _over(loop: Scan, atoms: Sequence[Atom], is_param: Sequence[bool], length: i
         carry, outputs = jax.lax.scan(step, carry, (list(rows), list(early)), **options)
         return [*carry, *outputs]
 
-    return equations_of(run, atoms)
+    return equations_of(run, atoms, env)
 
 
 def _hoisted(loop: Scan, is_param: Sequence[bool]) -> tuple[Callable[..., Tree] | None, Callable[..., list[jax.Array]]]:

@@ -15,6 +15,7 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 
+from jaxpp.stages.axes import AxisEnv
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
 from jaxpp.types import Aval, DType
@@ -58,12 +59,13 @@ class Program:
     avals: tuple[jax.ShapeDtypeStruct, ...]  # of each input, as one replica has it
     spans: bool = False  # it sees all replicas at once: what each has of its own comes with one more axis, the first
     name: str = "program"  # what it is called where it is compiled, and so in a trace of JAX's profiler: ``stage_2_forward``
+    env: AxisEnv = ()  # the axes over which it may communicate
     lean: bool = False  # whether it is compiled to hold little at once, rather than to run independent operations side by side
 
     @cached_property
     def results(self) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of each result."""
-        return jax.eval_shape(self.function, *self.avals)
+        return jax.make_jaxpr(self.function, axis_env=self.env, return_shape=True)(*self.avals)[1]
 
     @property
     def does(self) -> Hashable:

@@ -22,6 +22,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var, jaxp
 
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.tracebacks import entries
+from jaxpp.stages.axes import AxisEnv
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.frontier import Choice, within
 from jaxpp.stages.graph import Graph
@@ -162,7 +163,7 @@ class Least(RematPolicy):
     def _looped(self, graph: Graph, eqns: Iterable[int], policy: Policy) -> list[Graph]:
         scans = {i: scan_of(graph.eqns[i]) for i in eqns}
         plain = {i: scan.body for i, scan in scans.items() if scan is not None and _is_plain(graph.eqns[i])}
-        changed = {i: with_body(graph.eqns[i], _checkpointed(body, policy)) for i, body in plain.items()}
+        changed = {i: with_body(graph.eqns[i], _checkpointed(body, policy, graph.env)) for i, body in plain.items()}
         return [replace(graph, eqns=tuple(changed.get(i, eqn) for i, eqn in enumerate(graph.eqns)))] if changed else []
 
     def prepared(self, graph: Graph) -> Graph:
@@ -376,9 +377,9 @@ def _kinds(eqn: JaxprEqn) -> set[str]:
     return set(map(kind_of, inner)).union(*map(_kinds, inner))
 
 
-def _checkpointed(body: ClosedJaxpr, policy: Policy) -> ClosedJaxpr:
+def _checkpointed(body: ClosedJaxpr, policy: Policy, env: AxisEnv) -> ClosedJaxpr:
     checkpointed = jax.checkpoint(jaxpr_as_fun(body), policy=policy, prevent_cse=False)
-    return jax.make_jaxpr(checkpointed)(*shapes_of(body.in_avals))
+    return jax.make_jaxpr(checkpointed, axis_env=env)(*shapes_of(body.in_avals))
 
 
 def _keeping(*, batched: bool, others: bool) -> Policy:

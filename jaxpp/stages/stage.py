@@ -175,7 +175,7 @@ class StageBuilder:
         avals = shapes_of(body.piece.inputs)
         results = [ref for ref, _ in outputs]
         if not self.train:
-            return TracedStage(trace(run, *avals)[0], tuple(inputs), tuple(results), (), ())
+            return TracedStage(trace(run, *avals, env=whole.env)[0], tuple(inputs), tuple(results), (), ())
         wants = [
             self._differentiable(ref, var) and (ref.role == Role.PARAM or body.stage in self.carried[ref.index])
             for ref, var in zip(inputs, body.piece.inputs, strict=True)
@@ -202,7 +202,7 @@ class StageBuilder:
                 sums[number] = sums[number] + value if number in sums else value
             return (outs, rest), pullback(list(sums.values()))
 
-        graph, _ = trace(both, avals, shapes, opened=True)
+        graph, _ = trace(both, avals, shapes, opened=True, env=whole.env)
         differentiable, others = _divided(results, gives)
         returned = _divided(inputs, wants)[0]
         seeds = tuple(len(inputs) + k for k, ref in enumerate(cotangents) if ref.peer < 0)
@@ -339,7 +339,7 @@ class StagePrograms:
         does = fingerprint([graph.eqns[i] for i in piece.eqns], piece.inputs, piece.outputs)  # the same at all microbatch sizes
         inputs, outputs = (tuple(self.refs[var] for var in values) for values in (piece.inputs, piece.outputs))
         run = graph.function(piece.eqns, piece.inputs, piece.outputs)
-        program = packed(Program(run, inputs, outputs, shapes_of(piece.inputs)), (), self._small_statics)
+        program = packed(Program(run, inputs, outputs, shapes_of(piece.inputs), env=graph.env), (), self._small_statics)
         function = ComparableFunction(program.function, does and (does, self._small_statics))
         return replace(program, function=function, name=f"stage_{self.stage}_statics")
 
@@ -458,7 +458,7 @@ class StagePrograms:
         names, shapes = (*(self.refs[var] for var in inputs), *scaled), shapes_of(inputs)
         shapes += tuple(jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled)
         if not added:
-            return Program(run, names, tuple(outputs), shapes)
+            return Program(run, names, tuple(outputs), shapes, env=self.traced.graph.env)
         split, packs = len(names), [pack for pack in packs if not set(pack.members).isdisjoint(outputs)]
         members = {ref for pack in packs for ref in pack.members}
         sums = {outputs[k]: summands.sum for k, summands in added.items() if outputs[k] not in members}
@@ -480,7 +480,7 @@ class StagePrograms:
 
         names, shapes = (*names, Ref(Role.SCALE)), (*shapes, jax.ShapeDtypeStruct((), scale_dtype()))
         names, shapes = (*names, *going_on), (*shapes, *(sums[ref] for ref in going_on))
-        return Program(function, names, tuple(returned), shapes)
+        return Program(function, names, tuple(returned), shapes, env=self.traced.graph.env)
 
 
 def _reads(results: Sequence[Atom], added: _Added) -> list[Atom]:

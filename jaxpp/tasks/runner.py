@@ -21,10 +21,10 @@ from jaxpp.errors import ArgumentError, BankError, CutError
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.step import Leaves
-from jaxpp.runtime.place import DATA
 from jaxpp.runtime.processes.here import devices_in, elsewhere, is_here, is_whole_here
 from jaxpp.runtime.replica_groups import shards_of
 from jaxpp.runtime.send import Send
+from jaxpp.stages.axes import DATA
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.microbatch import batch_avals

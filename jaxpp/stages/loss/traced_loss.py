@@ -25,6 +25,7 @@ from jax.extend.core import Literal, Var
 from jax.tree_util import KeyPath
 
 from jaxpp.errors import JaxppError, LossError, OutputError, ParamsError
+from jaxpp.stages.axes import ONE_DEVICE, RankAxes
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.estimate import SpineCosts
 from jaxpp.stages.graph import Graph, descendants, inline_remat, trace
@@ -90,6 +91,7 @@ class TracedLoss:
     shared: frozenset[int] = frozenset()  # the batch leaves that every microbatch gets as they are
     stacks: tuple[tuple[str, int], ...] = ()  # of each parameter leaf the user's leaf, and which row of that is its first
     is_loss: bool = True  # False for a function whose outputs are the aux leaves; its loss is a literal that nobody reads
+    axes: RankAxes = ONE_DEVICE  # of the ranks on which it is to run
 
     @property
     def noun(self) -> str:
@@ -397,6 +399,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     per_layer: bool = False,
     shared: frozenset[int] = frozenset(),
     is_loss: bool = True,
+    axes: RankAxes = ONE_DEVICE,
 ) -> TracedLoss:
     """Trace ``loss_fn(params[, model_state], batch[, key])`` at the shapes of one microbatch, and check that it is a loss.
 
@@ -427,7 +430,8 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
         return loss, [jnp.array(leaf, copy=True) for leaf in (*aux_leaves, *new)]
 
     try:
-        graph, _ = trace(flat, [leaf for _, leaf in param_leaves], [leaf for _, leaf in state_leaves], batch_leaves, keys)
+        given = [leaf for _, leaf in param_leaves], [leaf for _, leaf in state_leaves], batch_leaves, keys
+        graph, _ = trace(flat, *given, axes=axes)
     except Exception as error:
         if not isinstance(error, JaxppError):
             shapes = ", ".join(describe(leaf) for leaf in batch_leaves)
@@ -442,7 +446,17 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     whole = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_slices)[0]
     stacks = tuple((path, row) for path, (_, leaf) in zip(_paths(whole), whole, strict=True) for row in first_rows(leaf))
     traced = TracedLoss(
-        graph, *paths, len(batch_leaves), aux_trees[-1], remat, frozen, layers, shared=shared, stacks=stacks, is_loss=is_loss
+        graph,
+        *paths,
+        len(batch_leaves),
+        aux_trees[-1],
+        remat,
+        frozen,
+        layers,
+        shared=shared,
+        stacks=stacks,
+        is_loss=is_loss,
+        axes=axes,
     )
     if differentiable:
         _check_depends(traced)

@@ -1,0 +1,384 @@
+"""The user's own sharding code, moved to the devices of a stage.
+
+A model may say how its values are sharded (``with_sharding_constraint``, ``shard_map``, ``reshard``) and may name the replicas
+(``jax.lax.pmean(x, "data")``). It says so of the mesh of all devices, and a stage runs on those of its rank alone. So a function is
+traced with the whole mesh in force, and then its equations are told of the mesh of a rank: the axes that a rank has are kept, that
+of the pipeline is left out, and others are refused.
+
+The replicas of a rank are apart before a stage begins, as inside a ``jax.shard_map`` over ``data``: each has its own part of the
+batch. So a collective over ``data`` is one between replicas, and ``data`` in the sharding of a value says nothing new.
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jaxpp.errors import LossError
+from jaxpp.errors.user_mesh import user_mesh
+from jaxpp.stages.jaxpr import (
+    CUSTOM_RULES,
+    Atom,
+    ShardMap,
+    called,
+    constraint_of,
+    equations_of,
+    function_of,
+    in_mesh,
+    inner_jaxprs,
+    is_named,
+    kind_of,
+    mesh_of,
+    named_axes,
+    new_variable,
+    on_mesh,
+    shapes_of,
+    shard_map_of,
+    user_line,
+    with_params,
+    with_shard_map,
+)
+from jaxpp.types import Leaf, Tree
+
+_T = TypeVar("_T")
+
+PIPE, DATA, MODEL = "pipe", "data", "model"
+
+AxisEnv = tuple[tuple[str, int], ...]  # The names of axes and how many devices there are along each
+
+_NO_MESH = AbstractMesh((), ())
+_FIX = "leave the axis out there, or pass the pipeline a mesh=... that has it"
+
+
+@dataclass(frozen=True)
+class RankAxes:
+    """The axes of a rank, and how functions call them."""
+
+    devices: AbstractMesh = _NO_MESH  # of a rank, with the axes data and model; without axes for one device
+    mesh: AbstractMesh | None = None  # of all devices, in force where a function is traced and the user has set none
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many devices a rank has along each axis."""
+        return dict(self.devices.shape)
+
+    @cached_property
+    def apart(self) -> frozenset[str]:
+        """The axes over which programs are mapped, not divided by the compiler."""
+        if self.sizes.get(DATA, 1) == 1:
+            return frozenset()
+        return frozenset([DATA] if self.sizes[MODEL] > 1 else [DATA, MODEL])  # all of them, as callbacks want it, where that may be
+
+    @cached_property
+    def rank(self) -> AbstractMesh:
+        """The devices of a rank as programs see them there."""
+        return self.devices.update_axis_types(dict.fromkeys(self.apart, AxisType.Manual))
+
+    @property
+    def env(self) -> AxisEnv:
+        """The axes that a function may name in a collective."""
+        return ((DATA, self.sizes.get(DATA, 1)),)
+
+    def shapes(self, function: Callable[..., Tree], *args: Tree) -> Tree:
+        """What ``jax.eval_shape`` says of a function of the user's."""
+        return self.in_force(lambda: jax.make_jaxpr(function, axis_env=self.env, return_shape=True)(*args)[1])
+
+    def in_force(self, trace: Callable[[], _T]) -> _T:
+        """Trace a function of the user's where the mesh is in force that the user has set, or that of all devices if need be."""
+        if (mesh := user_mesh()) is not None:
+            with jax.set_mesh(mesh):
+                return trace()
+        try:
+            return trace()
+        except Exception:
+            if self.mesh is None:
+                raise
+        with jax.sharding.use_abstract_mesh(self.mesh):
+            return trace()
+
+
+ONE_DEVICE = RankAxes()
+
+
+def moved(closed: ClosedJaxpr, axes: RankAxes) -> ClosedJaxpr:
+    """A traced function as it runs on a rank.
+
+    Raises:
+        LossError: it names axes that a rank does not have, or maps over those of the replicas.
+    """
+    if not axes.sizes and not _mentions(closed.jaxpr):
+        return closed
+    return ClosedJaxpr(_Mover(axes).moved(closed.jaxpr, _Scope(axes.rank)), closed.consts)
+
+
+def _mentions(jaxpr: Jaxpr) -> bool:
+    """Whether any equation names a mesh or an axis of one."""
+    return any(
+        not mesh_of(eqn).empty
+        or constraint_of(eqn) is not None
+        or shard_map_of(eqn) is not None
+        or named_axes(eqn)
+        or any(map(_mentions, inner_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def divides(eqns: Iterable[JaxprEqn]) -> bool:
+    """Whether equations say that values are divided among the devices of a rank."""
+    return any(
+        constraint_of(eqn) is not None or shard_map_of(eqn) is not None or any(divides(inner.eqns) for inner in inner_jaxprs(eqn))
+        for eqn in eqns
+    )
+
+
+Lines = tuple[list[JaxprEqn], Sequence[Atom]]  # Equations, and what stands for the results of the one that they are made of
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """Where an equation stands."""
+
+    mesh: AbstractMesh  # in force there
+    gone: Mapping[str, int] = field(default_factory=dict)  # axes over which the function maps and a rank does not; their sizes
+    in_rule: bool = False  # whether it is in the derivative of a function that has one of its own
+
+
+class _Mover:
+    """Copies jaxprs for the mesh of a rank."""
+
+    def __init__(self, axes: RankAxes):
+        self._sizes, self._env = axes.sizes, axes.env
+        self._known: dict[Hashable, Jaxpr] = {}
+        self._contexts: dict[tuple[Hashable, AbstractMesh], JaxprEqn] = {}
+
+    def moved(self, jaxpr: Jaxpr, scope: _Scope) -> Jaxpr:
+        """A jaxpr as it stands in ``scope``; made once."""
+        key = jaxpr, scope.mesh, frozenset(scope.gone), scope.in_rule
+        if key not in self._known:
+            atoms: dict[Var, Atom] = {var: self._fresh(var, scope) for var in (*jaxpr.constvars, *jaxpr.invars)}
+            inputs, split = list(atoms.values()), len(jaxpr.constvars)
+            eqns, outputs = self._body(jaxpr, scope, atoms)
+            ends = {"constvars": inputs[:split], "invars": inputs[split:], "outvars": list(outputs)}
+            self._known[key] = jaxpr.replace(**ends, eqns=eqns, effects=self._bound(jaxpr.effects))
+        return self._known[key]
+
+    def _body(self, jaxpr: Jaxpr, scope: _Scope, atoms: dict[Var, Atom]) -> Lines:
+        """The equations of a jaxpr and its results, where ``atoms`` stand for its inputs."""
+        lines: list[JaxprEqn] = []
+
+        def resolved(given: Iterable[Atom]) -> list[Leaf]:
+            return [self._fresh(atom, scope) if isinstance(atom, Literal) else atoms[atom] for atom in given]
+
+        for eqn in jaxpr.eqns:
+            eqns, results = self._lines(eqn.replace(invars=resolved(eqn.invars)), mesh_of(eqn), scope)
+            lines += eqns
+            atoms.update(zip(eqn.outvars, results, strict=True))
+        return lines, resolved(jaxpr.outvars)
+
+    def _lines(self, eqn: JaxprEqn, mesh: AbstractMesh, scope: _Scope) -> Lines:
+        """What becomes of an equation that was traced with ``mesh`` in force."""
+        mapped, sharding, names = shard_map_of(eqn), constraint_of(eqn), named_axes(eqn)
+        if mapped is not None:
+            return self._map(eqn, mapped, scope)
+        if sharding is not None:
+            return self._constraint(eqn, sharding, scope)
+        if names:
+            return self._collective(eqn, names, scope)
+        plain = called(eqn, CUSTOM_RULES)
+        if plain is not None and (scope.in_rule or not mesh.empty):
+            return self._custom(eqn, plain, mesh, scope)
+        new = with_params(eqn, lambda name, value: self._parameter(name, value, scope))
+        return self._told(new, scope)
+
+    def _told(self, eqn: JaxprEqn, scope: _Scope) -> Lines:
+        """An equation with the mesh of a rank in force."""
+        key = eqn.ctx, scope.mesh
+        context = self._contexts[key] = self._contexts.get(key) or in_mesh(eqn, scope.mesh)
+        outs = [self._fresh(var, scope) for var in eqn.outvars]
+        new = eqn.replace(outvars=outs, effects=self._bound(eqn.effects), ctx=context.ctx)
+        if kind_of(new) == "pure_callback" and scope.mesh.manual_axes and scope.mesh.auto_axes:  # it wants all axes apart
+            run = jax.shard_map(
+                lambda *args: new.primitive.bind(*args, **new.params),
+                in_specs=PartitionSpec(),
+                out_specs=PartitionSpec(),
+                axis_names=set(scope.mesh.auto_axes),
+                check_vma=False,
+            )
+            return self._made(eqn, run, scope)
+        return [new], outs
+
+    def _custom(self, eqn: JaxprEqn, plain: ClosedJaxpr, mesh: AbstractMesh, scope: _Scope) -> Lines:
+        """A function with a derivative of its own, whose rule is traced now: later it would be with another mesh in force."""
+        avals = shapes_of(eqn.invars)
+        primal = jaxpr_as_fun(ClosedJaxpr(self.moved(plain.jaxpr, scope), plain.consts))
+        if scope.in_rule:  # nobody differentiates twice
+            return self._made(eqn, primal, scope)
+        varies = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
+        inputs: list[Leaf] = [new_variable(atom) for atom in eqn.invars]
+        run = function_of([eqn.replace(invars=inputs)], inputs, eqn.outvars)
+
+        def moved(function: Callable[..., Tree], *args: Tree) -> tuple[Callable[..., list[jax.Array]], Tree]:
+            with jax.sharding.use_abstract_mesh(_NO_MESH), jax.sharding.use_abstract_mesh(mesh):
+                closed, shapes = jax.make_jaxpr(function, axis_env=self._env, return_shape=True)(*args)
+            return jaxpr_as_fun(ClosedJaxpr(self.moved(closed.jaxpr, replace(scope, in_rule=True)), closed.consts)), shapes
+
+        def inexact(args: Sequence[_T]) -> list[_T]:
+            return list(itertools.compress(args, varies))
+
+        def of_inexact(args: Sequence[jax.Array]) -> Callable[..., list[jax.Array]]:
+            def function(*given: jax.Array) -> list[jax.Array]:
+                supply = iter(given)
+                return run(*(next(supply) if want else arg for arg, want in zip(args, varies, strict=True)))
+
+            return function
+
+        if kind_of(eqn) == "custom_jvp":
+            rule, _ = moved(lambda args, tangents: jax.jvp(of_inexact(args), inexact(args), tangents), avals, inexact(avals))
+            function = jax.custom_jvp(primal)
+
+            @function.defjvp
+            def _(args: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+                results = rule(*args, *inexact(tangents))
+                return results[: len(eqn.outvars)], results[len(eqn.outvars) :]
+        else:
+            forward, (outs, pullback) = moved(lambda *args: jax.vjp(of_inexact(args), *inexact(args)), *avals)
+            backward, _ = moved(lambda pullback, cotangents: pullback(cotangents), pullback, outs)
+            function = jax.custom_vjp(primal)
+
+            def kept(*args: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+                results = forward(*args)
+                return results[: len(eqn.outvars)], results[len(eqn.outvars) :]
+
+            def pulled(residuals: list[jax.Array], cotangents: list[jax.Array]) -> tuple[jax.Array | None, ...]:
+                supply = iter(backward(*residuals, *cotangents))
+                return tuple(next(supply) if want else None for want in varies)
+
+            function.defvjp(kept, pulled)
+        return self._made(eqn, function, scope)
+
+    def _made(self, eqn: JaxprEqn, function: Callable[..., Tree], scope: _Scope) -> Lines:
+        """The equations of a function of an equation's operands, in the equation's module."""
+        with jax.sharding.use_abstract_mesh(scope.mesh):
+            eqns, results = equations_of(function, eqn.invars, self._env)
+        return [each.replace(source_info=eqn.source_info) for each in eqns], results
+
+    def _parameter(self, name: str, value: Tree, scope: _Scope) -> Tree:
+        if isinstance(value, ClosedJaxpr):
+            return ClosedJaxpr(self.moved(value.jaxpr, scope), value.consts)
+        if isinstance(value, Jaxpr):
+            return self.moved(value, scope)
+        if isinstance(value, (Mesh, AbstractMesh)):
+            return scope.mesh
+        if isinstance(value, NamedSharding):
+            return _UNSPECIFIED if name in ("in_shardings", "out_shardings") else None
+        return value
+
+    def _constraint(self, eqn: JaxprEqn, sharding: Sharding, scope: _Scope) -> Lines:
+        """A constraint over the axes of a rank; none where these have one device each, or are apart already."""
+        operand = eqn.invars[0]
+        spec = self._spec(eqn, sharding.spec, sharding.mesh.shape, scope) if isinstance(sharding, NamedSharding) else None
+        if spec is None or not [name for name in scope.mesh.auto_axes if self._divides(name)]:
+            return [], [operand]
+        return self._made(eqn, lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, spec)), scope)
+
+    def _map(self, eqn: JaxprEqn, mapped: ShardMap, scope: _Scope) -> Lines:
+        sizes = mapped.mesh.shape
+        own = [name for name in mapped.manual if self._divides(name) and name not in scope.mesh.manual_axes]
+        wrong = [name for name in mapped.manual if name not in own and name not in (PIPE, DATA) and sizes[name] > 1]
+        if wrong:
+            raise _error(eqn, "a stage maps over the axes of its rank", f"the axis {wrong[0]!r} of {sizes[wrong[0]]} devices")
+        wrong = [name for name in own if sizes[name] != self._sizes[name]]
+        if wrong:
+            got = f"{sizes[wrong[0]]} along {wrong[0]!r}, where a rank has {self._sizes[wrong[0]]}"
+            raise _error(eqn, "it is mapped over a mesh with as many devices along an axis as a rank has", got)
+        named = {name for spec in mapped.specs for entry in spec for name in _names(entry)}
+        wrong = [name for name in mapped.manual if name not in own and name in named and sizes[name] > 1]
+        if wrong:
+            rule = f"inside a stage, values are those of one replica: what is divided over {wrong[0]!r} is divided already"
+            fix = f"leave {wrong[0]!r} out of in_specs and out_specs, or pass axis_names={set(own) or set('model')}"
+            raise _error(eqn, rule, f"in_specs or out_specs that name {wrong[0]!r}", fix)
+        inside = replace(scope, gone={**scope.gone, **{name: sizes[name] for name in mapped.manual.difference(own)}})
+        if not own:
+            inputs = zip((*mapped.body.constvars, *mapped.body.invars), eqn.invars, strict=True)
+            return self._body(mapped.body, inside, dict(inputs))
+        inside = replace(inside, mesh=scope.mesh.update_axis_types(dict.fromkeys(own, AxisType.Manual)))
+        specs = tuple(self._spec(eqn, spec, sizes, scope) for spec in mapped.specs)
+        new = ShardMap(self.moved(mapped.body, inside), scope.mesh, specs, frozenset(own))
+        return self._told(with_shard_map(eqn, new), scope)
+
+    def _collective(self, eqn: JaxprEqn, names: Sequence[str], scope: _Scope) -> Lines:
+        kind = kind_of(eqn)
+        wrong = [name for name in names if scope.gone.get(name, 1) > 1]
+        if wrong and kind not in _VARYING:
+            rule = "a collective inside shard_map is one between the shards of a rank"
+            fix = "leave the axis out of axis_names, and call the collective outside of shard_map" if wrong[0] == DATA else _FIX
+            raise _error(eqn, rule, f"{kind.removesuffix('_invariant')} over {wrong[0]!r}", fix)
+        kept = [name for name in names if name not in scope.gone and self._divides(name)]
+        if len(kept) == len(names):
+            return self._told(eqn, scope)
+        if kept and "axes" not in eqn.params:
+            raise _error(eqn, "a collective is over the axes that a rank has", f"{kind} over {names}", _FIX)
+        if kept:
+            return self._told(eqn.replace(params={**eqn.params, "axes": tuple(kept)}), scope)
+        if kind in _VARYING:
+            return [], eqn.invars
+        bind: Callable[..., Tree] = lambda *args: eqn.primitive.bind(*args, **eqn.params)  # noqa: E731
+        for name in names:  # of one device each
+            bind = _alone(bind, name)
+        return self._made(eqn, bind, scope)
+
+    def _spec(self, eqn: JaxprEqn, spec: PartitionSpec, sizes: Mapping[str, int], scope: _Scope) -> PartitionSpec:
+        """A sharding over the axes of a rank that are not apart."""
+        wrong = [
+            name for given in spec for name in _names(given) if name not in (*self._sizes, PIPE, DATA, MODEL) and sizes[name] > 1
+        ]
+        if wrong and self._sizes:
+            rule = f"inside a stage, values are sharded over the axes of a rank: {', '.join(map(repr, self._sizes))}"
+            raise _error(eqn, rule, f"the axis {wrong[0]!r}")
+
+        def entry(given: Tree) -> Tree:
+            own = tuple(name for name in _names(given) if self._divides(name) and name not in scope.mesh.manual_axes)
+            return given if given is PartitionSpec.UNCONSTRAINED else own or None
+
+        return PartitionSpec(*map(entry, spec))
+
+    def _divides(self, name: str) -> bool:
+        """Whether a rank has several devices along an axis."""
+        return self._sizes.get(name, 1) > 1
+
+    def _fresh(self, atom: Atom, scope: _Scope) -> Leaf:
+        return on_mesh(atom, scope.mesh, lambda names: [name for name in names if self._divides(name)])
+
+    def _bound(self, effects: Iterable[_T]) -> frozenset[_T]:
+        """The effects without those that name an axis which programs on a rank do not have."""
+        return frozenset(each for each in effects if self._divides(getattr(each, "name", "") or "") or not is_named(each))
+
+
+_VARYING = frozenset({"pvary", "pcast"})  # Kinds that say along which axes a value varies, and do nothing
+_UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda: 0))().eqns[0].params["out_shardings"][0]
+
+
+def _names(entry: Tree) -> tuple[str, ...]:
+    """The axes in an entry of a ``PartitionSpec``."""
+    return entry if isinstance(entry, tuple) else () if entry is None or entry is PartitionSpec.UNCONSTRAINED else (entry,)
+
+
+def _alone(function: Callable[..., Tree], axis: str) -> Callable[..., Tree]:
+    """A function that communicates along an axis of one device."""
+
+    def run(*args: Leaf) -> Tree:
+        many = jax.vmap(function, in_axes=0, out_axes=0, axis_name=axis, axis_size=1)
+        return jax.tree.map(lambda x: x[0], many(*(x[None] for x in args)))
+
+    return run
+
+
+def _error(eqn: JaxprEqn, rule: str, got: str, fix: str = _FIX) -> LossError:
+    line = user_line(eqn)
+    return LossError("the sharding inside the loss", rule, f"{got}, at {line}" if line else got, fix)

@@ -1,0 +1,321 @@
+"""Models that say themselves how values are sharded, or name the replicas: each step equals the plain one."""
+
+from contextlib import nullcontext
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jaxpp
+from jaxpp.errors import ArgumentError, LossError
+
+P = PartitionSpec
+LONG = pytest.mark.long
+RULES = {"l0": "column", "l1": "row", "l2": "column", "l3": "row"}
+BATCH = jnp.linspace(-1, 1, 16 * 8).reshape(16, 8)
+
+
+def mesh_of(*sizes, names=("pipe", "data", "model")):
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+MESH = mesh_of(2, 2, 2)
+OWN = Mesh(np.array(jax.devices()[:2]), ("x",))
+
+
+def params():
+    keys = jax.random.split(jax.random.key(0), 4)
+    return {f"l{k}": jax.random.normal(key, (8, 8)) / 3 for k, key in enumerate(keys)}
+
+
+def chain(between, activation=nn.relu):
+    def loss_fn(params, batch):
+        x = batch
+        for k in range(4):
+            x = activation(between(x @ params[f"l{k}"]))
+        return jnp.mean(x**2)
+
+    return loss_fn
+
+
+def constrained(sharding):
+    return lambda x: jax.lax.with_sharding_constraint(x, sharding)
+
+
+COLUMNS = P(None, "model")
+
+
+def mapped(function, spec=COLUMNS, **options):
+    return lambda x: jax.shard_map(function, in_specs=spec, out_specs=spec, **options)(x)  # noqa: PLW0108  (not before a mesh is set)
+
+
+def in_a_loop(x):
+    def body(carry, _):
+        return nn.gelu(jax.lax.with_sharding_constraint(carry, P("data", "model"))), None
+
+    return jax.lax.scan(body, x, None, length=2)[0]
+
+
+def called_back(x):
+    jax.debug.callback(lambda y: None, x.sum())
+    return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.stop_gradient(x)) * 0 + x
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * nn.relu(g) - 2 * nn.relu(-g),))
+
+
+@jax.custom_vjp
+def partitioned(x):
+    return _partitioned(x)
+
+
+@custom_partitioning
+def _partitioned(x):
+    return x * 1.0
+
+
+_partitioned.def_partition(
+    partition=lambda mesh, args, result: (mesh, lambda x: x * 1.0, result.sharding, (args[0].sharding,)),
+    infer_sharding_from_operands=lambda mesh, args, result: args[0].sharding,
+    sharding_rule="i j -> i j",
+)
+partitioned.defvjp(lambda x: (_partitioned(x), None), lambda _, g: (g,))
+
+WITH_MESH = {
+    "a bare spec": (constrained(P("data", "model")), nullcontext),
+    "the whole mesh": (constrained(NamedSharding(MESH, P(("pipe", "data"), "model"))), nullcontext),
+    "the mesh that is set": (constrained(P("data", "model")), lambda: jax.set_mesh(MESH)),
+    "an abstract mesh": (constrained(NamedSharding(MESH.abstract_mesh, P("data", "model"))), nullcontext),
+    "a mesh is set, and nobody asks": (doubled, lambda: jax.set_mesh(MESH)),
+    "a loop": (in_a_loop, lambda: jax.set_mesh(MESH)),
+    "a checkpoint": (jax.checkpoint(constrained(P(None, "model"))), lambda: jax.set_mesh(MESH)),
+    "a map over model": (mapped(nn.gelu, axis_names={"model"}), nullcontext),
+    "a map over the whole mesh": (mapped(nn.gelu, mesh=MESH), nullcontext),
+    "a map over an abstract mesh": (mapped(nn.gelu, mesh=MESH.abstract_mesh, axis_names={"model"}), nullcontext),
+    "a sum over model": (mapped(lambda x: jax.lax.psum(x, "model") / 2, P(), mesh=MESH, axis_names={"model"}), nullcontext),
+    "a rule of its own": (lambda x: doubled(constrained(P(None, "model"))(x)), lambda: jax.set_mesh(MESH)),
+    "callbacks": (called_back, nullcontext),
+    "partitioning of its own": (partitioned, nullcontext),
+}
+SHORT = {"a bare spec", "the mesh that is set", "a map over the whole mesh", "callbacks"}
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")  # it does not know what maps and callbacks do with examples
+@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in SHORT else LONG) for name in WITH_MESH])
+def test_on_a_mesh_it_equals_the_plain_step(case):
+    between, context = WITH_MESH[case]
+    with context():
+        pipe = jaxpp.Pipeline(chain(between), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=MESH, shardings=RULES)
+        state = pipe.init(params(), BATCH)
+        pipe.step(state, BATCH)
+        after = pipe.step(pipe.init(params(), BATCH), BATCH)[0].params
+    alone = chain(doubled if case in ("a mesh is set, and nobody asks", "a rule of its own") else _alone(case))
+    grads = jax.grad(alone)(params(), BATCH)
+    for name, leaf in params().items():
+        np.testing.assert_allclose(after[name], leaf - 0.1 * grads[name], rtol=1e-4, atol=1e-6)
+
+
+def _alone(case):
+    if "map over" in case:
+        return nn.gelu
+    return (lambda x: nn.gelu(nn.gelu(x))) if case == "a loop" else (lambda x: x)
+
+
+WITHOUT_MESH = {
+    "a mesh is set": (doubled, lambda: jax.set_mesh(OWN), {}),
+    "a constraint on devices of one's own": (constrained(NamedSharding(OWN, P("x"))), nullcontext, {}),
+    "a constraint on the mesh that is set": (constrained(P("x")), lambda: jax.set_mesh(OWN), {}),
+    "callbacks and replicas": (called_back, nullcontext, {"data_parallel": 2}),
+    "partitioning of its own and replicas": (partitioned, nullcontext, {"data_parallel": 2}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")
+@pytest.mark.parametrize("case", [pytest.param(name, marks=LONG if "replicas" in name else ()) for name in WITHOUT_MESH])
+def test_without_a_mesh_it_equals_the_plain_step(case):
+    between, context, options = WITHOUT_MESH[case]
+    with context():
+        pipe = jaxpp.Pipeline(chain(between), optax.sgd(0.1), num_stages=2, num_microbatches=2, **options)
+        state, _ = pipe.step(pipe.init(params(), BATCH), BATCH)
+    grads = jax.grad(chain(doubled if case == "a mesh is set" else lambda x: x))(params(), BATCH)
+    for name, leaf in params().items():
+        np.testing.assert_allclose(state.params[name], leaf - 0.1 * grads[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_mesh_that_is_set_stays_so_and_the_other_front_doors_do_not_mind_it():
+    with jax.set_mesh(OWN):
+        forward = jaxpp.Forward(lambda p, b: nn.relu(b @ p["l0"]) @ p["l1"], num_stages=2, num_microbatches=2)
+        held = forward.init(params(), BATCH)
+        outputs = forward.apply(held, BATCH)
+        loss, grads = jaxpp.value_and_grad(chain(nn.relu), num_stages=2, num_microbatches=2)(params(), BATCH)
+        assert jax.sharding.get_abstract_mesh().shape == {"x": 2}
+    np.testing.assert_allclose(outputs, nn.relu(BATCH @ params()["l0"]) @ params()["l1"], rtol=1e-5)
+    expected = jax.value_and_grad(chain(nn.relu))(params(), BATCH)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(grads["l2"], expected[1]["l2"], rtol=1e-4, atol=1e-7)
+
+
+def normalised(axis):
+    """Batch normalisation over the examples of all replicas."""
+
+    def between(x):
+        mean = jax.lax.pmean(x.mean(0), axis)
+        variance = jax.lax.pmean((x**2).mean(0), axis) - mean**2
+        return (x - mean) / jnp.sqrt(variance + 1e-3)
+
+    return between
+
+
+def gathered(x):
+    """What ``normalised`` computes, from the examples of all replicas."""
+    everything = jax.lax.all_gather(x, "data", tiled=True)
+    mean, index = everything.mean(0), jax.lax.axis_index("data")
+    own = jax.lax.dynamic_slice_in_dim(everything, index * len(x), len(x))
+    return (own - mean) / jnp.sqrt((everything**2).mean(0) - mean**2 + 1e-3)
+
+
+def whole(x):
+    return (x - x.mean(0)) / jnp.sqrt((x**2).mean(0) - x.mean(0) ** 2 + 1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")  # normalisation mixes examples
+@pytest.mark.parametrize(
+    ("between", "options"),
+    [
+        (normalised("data"), {"data_parallel": 2}),
+        pytest.param(normalised("data"), {"data_parallel": 4, "devices": 8}, marks=LONG),
+        pytest.param(normalised("data"), {"mesh": (2, 2, 2), "shardings": RULES}, marks=LONG),
+        pytest.param(normalised("data"), {}, marks=LONG),
+        pytest.param(gathered, {"data_parallel": 2}, marks=LONG),
+        pytest.param(gathered, {}, marks=LONG),
+        pytest.param(jax.checkpoint(normalised("data")), {"data_parallel": 2, "schedule": "zb-h1"}, marks=LONG),
+        pytest.param(normalised("data"), {"data_parallel": 2, "remat": "recompute"}, marks=LONG),
+    ],
+)
+def test_a_collective_over_data_is_one_between_replicas(between, options):
+    if "mesh" in options:
+        options = options | {"mesh": mesh_of(*options["mesh"])}
+    if "devices" in options:
+        options = options | {"devices": jax.devices()[: options["devices"]]}
+    pipe = jaxpp.Pipeline(chain(between, jnp.tanh), optax.sgd(0.1), num_stages=2, num_microbatches=1, **options)
+    state, metrics = pipe.step(pipe.init(params(), BATCH), BATCH)
+    loss, grads = jax.value_and_grad(chain(whole, jnp.tanh))(params(), BATCH)
+    np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
+    for name, leaf in params().items():
+        np.testing.assert_allclose(state.params[name], leaf - 0.1 * grads[name], rtol=1e-4, atol=1e-5)
+
+
+REFUSED = {
+    "a map over data": (
+        mapped(nn.relu, P("data", "model"), mesh=MESH),
+        {"mesh": MESH, "shardings": RULES},
+        [
+            "what is divided over 'data' is divided already",
+            "in_specs or out_specs that name 'data'",
+            __file__,
+            "axis_names={'model'}",
+        ],
+    ),
+    "a map over devices of one's own": (
+        mapped(nn.relu, P("x"), mesh=OWN),
+        {},
+        ["a stage maps over the axes of its rank", "the axis 'x' of 2 devices", "pass the pipeline a mesh=... that has it"],
+    ),
+    "a sum over data in a map": (
+        mapped(lambda x: jax.lax.psum(x, "data"), P(), mesh=MESH),
+        {"mesh": MESH, "shardings": RULES},
+        ["psum over 'data'", "call the collective outside of shard_map"],
+    ),
+    "another axis": (
+        constrained(NamedSharding(mesh_of(2, 4, names=("a", "b")), P("b"))),
+        {"mesh": MESH, "shardings": RULES},
+        ["values are sharded over the axes of a rank: 'data', 'model'", "the axis 'b'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_stage_cannot_do_is_refused(case):
+    between, options, lines = REFUSED[case]
+    pipe = jaxpp.Pipeline(chain(between), optax.sgd(0.1), num_stages=2, num_microbatches=2, **options)
+    with pytest.raises(LossError) as error:
+        pipe.init(params(), BATCH)
+    for line in lines:
+        assert line in str(error.value)
+
+
+SHARDINGS = {
+    "a tree of rules": {"l0": "column", "l1": "row", "l2": None, "l3": None},
+    "a tree of shardings": {name: NamedSharding(MESH, P(None, "model") if name == "l0" else P()) for name in RULES},
+    "a function": lambda path, shape: "column" if path == "l0" and shape == (8, 8) else None,
+    "arrays that are sharded": None,
+}
+
+
+@pytest.mark.parametrize("case", SHARDINGS)
+def test_how_parameters_are_sharded_may_be_said_in_many_ways(case):
+    given = params()
+    if case == "arrays that are sharded":
+        given["l0"] = jax.device_put(given["l0"], NamedSharding(MESH, P(None, "model")))
+    pipe = jaxpp.Pipeline(chain(nn.relu), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=MESH, shardings=SHARDINGS[case])
+    state = pipe.init(given, BATCH)
+    assert state.params["l0"].sharding.spec == P(None, "model")
+    pipe.verify(state, BATCH)
+
+
+def test_a_tree_of_rules_may_be_nested():
+    def loss_fn(params, batch):
+        return jnp.mean(nn.relu(batch @ params["a"]["w"]) @ params["b"]["w"])
+
+    nested = {"a": {"w": params()["l0"]}, "b": {"w": params()["l1"]}}
+    mesh, rules = mesh_of(2, 2, names=("pipe", "model")), {"a": {"w": "column"}, "b": {"w": "row"}}
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=mesh, shardings=rules)
+    state = pipe.init(nested, BATCH)
+    assert state.params["a"]["w"].sharding.spec == P(None, "model")
+    pipe.verify(state, BATCH)
+
+
+def test_the_metadata_of_nnx_become_shardings():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.initializers.lecun_normal()
+            self.up = nnx.Linear(8, 16, rngs=rngs, kernel_init=nnx.with_partitioning(init, (None, "model")))
+            self.down = nnx.Linear(16, 8, rngs=rngs, kernel_init=nnx.with_partitioning(init, ("model", None)))
+
+        def __call__(self, x):
+            return self.down(nnx.relu(self.up(x)))
+
+    mesh = mesh_of(2, 2, names=("pipe", "model"))
+    with jax.set_mesh(mesh):
+        graph, given = nnx.split(Model(nnx.Rngs(0)))
+        pipe = jaxpp.Pipeline(
+            lambda p, b: jnp.mean(nnx.merge(graph, p)(b) ** 2), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=mesh
+        )
+        state = pipe.init(given, BATCH)
+        assert state.params["up"]["kernel"][...].sharding.spec == P(None, "model")
+        assert state.params["down"]["kernel"][...].sharding.spec == P("model", None)
+        pipe.verify(state, BATCH)
+
+
+@pytest.mark.parametrize("rules", [[("typo", "model")], [(r"l\d", P("model"))], []], ids=["a name", "a pattern", "none"])
+def test_rules_for_axes_that_nobody_has_are_refused(rules):
+    pipe = jaxpp.Pipeline(chain(nn.relu), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=MESH, shardings=rules)
+    with pytest.raises(ArgumentError, match="logical axis rules map names that parameters give their axes"):
+        pipe.init(params(), BATCH)
+
+
+def test_devices_over_which_nothing_is_divided_are_warned_of():
+    pipe = jaxpp.Pipeline(chain(nn.relu), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=MESH)
+    with pytest.warns(jaxpp.DevicesWarning, match='no parameter is sharded over "model": its 2 devices hold and compute the same'):
+        pipe.init(params(), BATCH)
