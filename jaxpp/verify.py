@@ -4,6 +4,7 @@ The oracle is the definition of a step: the loop over microbatches with ``jax.va
 ``jax.random.fold_in(key, i)``, loss and gradient averaged with the microbatches' weights.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from jaxpp.plan.step import Leaves
 from jaxpp.runtime.edges import check_alive, put
 from jaxpp.runtime.processes.channel import agreement, raise_alike
 from jaxpp.runtime.processes.trees import gather
+from jaxpp.stages.axes import DATA, communicates
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
@@ -55,12 +57,13 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
     num_replicas: int = 1,
     groups: Sequence[Sequence[int]] = (),
     shared: Sequence[str] = (),
+    together: bool = False,
 ) -> tuple[Tree, ...]:
     """``(loss, aux, grads)`` of a step, and the new model state if there is one, computed on the devices where ``params`` live.
 
     As for ``jaxpp.value_and_grad``. ``reducers`` reduce aux leaves that are not averaged, by number. Microbatches of replica r are
     numbered from ``r * num_microbatches``. With ``groups``, the replicas of each task, the loss is over a ``Joint``, and ``params``
-    and the gradients are lists with a tree for each replica.
+    and the gradients are lists with a tree for each replica. With ``together`` the loss has collectives between replicas.
     """
     has_state = model_state is not None
     loss_fn = positional_key(loss_fn, 2 + has_state)
@@ -82,17 +85,30 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
         return loss, aux, pullback(jnp.asarray(loss_scale, loss.dtype))[0]
 
     each = params if groups else [params] * num_replicas
+    keys = [[] if key is None else [jax.random.fold_in(key, i)] for i in range(len(pieces))]
+    known = _side_by_side(step, params, list(zip(pieces, *zip(*keys, strict=True), strict=True)), num_replicas) if together else {}
     found: list[tuple[Array, Tree, Grads]] = []
     for i, piece in enumerate(pieces):
         states = (model_state,) if has_state else ()
-        rest = (*states, piece, *([] if key is None else [jax.random.fold_in(key, i)]))
-        value, aux, grad = step(each[i // num_microbatches], *rest)
+        value, aux, grad = known.get(i) or step(each[i // num_microbatches], *states, piece, *keys[i])
         model_state, aux = aux if has_state else (None, aux)
         value, grad = jax.tree.map(lambda leaf, scale=scales[i]: scale.astype(leaf.dtype) * leaf, (value, grad))
         found.append((value, aux, grad))
     losses, auxes, grads = zip(*found, strict=True)
     total = _by_task(grads, scales, groups, num_microbatches) if groups else _sum(grads)
     return _sum(losses), _merge_aux(auxes, shares, reducers or {}), total, *([model_state] if has_state else [])
+
+
+def _side_by_side(step: Callable[..., Tree], params: Params, pieces: Sequence[Tree], num_replicas: int) -> dict[int, Tree]:
+    """What each microbatch gives, by number, where those of the replicas with the same number run as one."""
+    count = len(pieces) // num_replicas
+    found = {}
+    for i in range(count):
+        numbers = [replica * count + i for replica in range(num_replicas)]
+        rows = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(pieces[number] for number in numbers))
+        results = jax.vmap(lambda *row: step(params, *row), axis_name=DATA)(*rows)
+        found |= {number: jax.tree.map(lambda leaf, r=r: leaf[r], results) for r, number in enumerate(numbers)}
+    return found
 
 
 def _sum(trees: Sequence[Tree]) -> Tree:
@@ -194,17 +210,33 @@ def verify_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | 
     return Comparisons((*compared, _UPDATED))
 
 
+def _anywhere(tree: Tree) -> Tree:
+    """Arrays that go to the devices on which a function wants them."""
+
+    def host(leaf: Array) -> Leaf:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return np.asarray(leaf)
+        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(leaf))), impl=jax.random.key_impl(leaf))
+
+    check_alive("pipe.verify", tree)
+    return jax.tree.map(host, tree)
+
+
 def _on_one_device(tree: Tree) -> Tree:
     check_alive("pipe.verify", tree)
     device = jax.local_devices()[0]
     return jax.tree.map(lambda leaf: put(leaf, device), tree)
 
 
-def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> list[str]:  # noqa: PLR0915  (a comparison after the other)
-    """Compare the loss, aux, gradients and model state that a pipeline found with the oracle's; return what was compared.
+def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> list[str]:
+    """Compare the loss, aux, gradients and model state that a pipeline found with the oracle's; return what was compared."""
+    sharded = engine.preparer.step(batch, key).cuts[0].loss.graph.sharded
+    with engine.options.axes.plain() if sharded else contextlib.nullcontext():
+        return _compare_grads(engine, leaves, batch, key, found)
 
-    Where the loss is known to be that of the whole batch, ``jax.value_and_grad`` of the whole batch is compared too.
-    """
+
+def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> list[str]:  # noqa: PLR0915  (a comparison after the other)
+    """``verify_grads``. Where the loss is known to be that of the whole batch, that of the whole batch is compared too."""
     config, layout = engine.options, engine.layout
     state = states_of(engine).wrap(leaves)
     traced = engine.preparer.step(batch, key).cuts[0].loss
@@ -219,7 +251,9 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
         "groups": groups,
     }
     options |= {"num_replicas": engine.placement.num_replicas, "shared": config.shared}
-    params, old, batch, key = _on_one_device((state.params, state.model_state, batch, key))
+    place = _anywhere if traced.graph.sharded else _on_one_device
+    params, old, batch, key = place((state.params, state.model_state, batch, key))
+    options |= {"together": True} if communicates(traced.graph.eqns) else {}
     options |= {"model_state": old} if config.has_state else {}
     if config.loss_scale is not None:
         options |= {"loss_scale": jax.device_get(jax.tree.leaves(state.loss_scale)[config.loss_scale.scale])}

@@ -33,7 +33,6 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import length
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
-from jaxpp.stages.axes import divides
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven
 from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
@@ -200,7 +199,7 @@ class _Layouts:
         trained = None if self.optimizer is None else _trained_statistics(given[0], self.frozen)
         unevenness = uneven(loss, cuts) if options.cuts is None and like is None and options.balance != "memory" else None
         owner = owners(loss, cuts)
-        idle = None if any(map(any, specs)) or divides(loss.graph.eqns) else undivided_warning(options.placement.num_shards)
+        idle = None if any(map(any, specs)) or loss.graph.sharded else undivided_warning(options.placement.num_shards)
         first = tracing.cut(loss, cuts, owner, merge.reducers)
         layout = Layout(
             given=given,

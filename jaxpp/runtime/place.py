@@ -291,8 +291,8 @@ def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel
 
 def axes_of(place: Place, mesh: Mesh | None) -> RankAxes:
     """The axes of a rank; ``mesh`` has those of all devices, and is in force for functions unless the user has set one."""
-    whole = None if mesh is None or mesh.explicit_axes else mesh.abstract_mesh
-    return RankAxes(place.mesh.abstract_mesh, whole) if isinstance(place, Submesh) else RankAxes(mesh=whole)
+    whole = None if mesh is None or mesh.explicit_axes or compiles_only(place.devices[0]) else mesh
+    return RankAxes(place.mesh.abstract_mesh, whole) if isinstance(place, Submesh) else RankAxes(whole=whole)
 
 
 def num_places(devices: Sequence[Device] | None, mesh: object, data_parallel: object) -> int:

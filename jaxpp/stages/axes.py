@@ -11,6 +11,7 @@ batch. So a collective over ``data`` is one between replicas, and ``data`` in th
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -61,7 +62,7 @@ class RankAxes:
     """The axes of a rank, and how functions call them."""
 
     devices: AbstractMesh = _NO_MESH  # of a rank, with the axes data and model; without axes for one device
-    mesh: AbstractMesh | None = None  # of all devices, in force where a function is traced and the user has set none
+    whole: Mesh | None = None  # of all devices, in force where a function is traced that needs one and the user has set none
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -85,6 +86,11 @@ class RankAxes:
         """The axes that a function may name in a collective."""
         return ((DATA, self.sizes.get(DATA, 1)),)
 
+    def plain(self) -> AbstractContextManager[object]:
+        """Where a function that divides its values runs in plain JAX: the mesh that the user has set, or that of all devices."""
+        mesh = user_mesh() or self.whole
+        return nullcontext() if mesh is None else jax.set_mesh(mesh)
+
     def shapes(self, function: Callable[..., Tree], *args: Tree) -> Tree:
         """What ``jax.eval_shape`` says of a function of the user's."""
         return self.in_force(lambda: jax.make_jaxpr(function, axis_env=self.env, return_shape=True)(*args)[1])
@@ -97,9 +103,9 @@ class RankAxes:
         try:
             return trace()
         except Exception:
-            if self.mesh is None:
+            if self.whole is None:
                 raise
-        with jax.sharding.use_abstract_mesh(self.mesh):
+        with jax.sharding.use_abstract_mesh(self.whole.abstract_mesh):
             return trace()
 
 
@@ -127,6 +133,11 @@ def _mentions(jaxpr: Jaxpr) -> bool:
         or any(map(_mentions, inner_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )
+
+
+def communicates(eqns: Iterable[JaxprEqn]) -> bool:
+    """Whether any of the equations, or any equation inside them, is a collective between replicas."""
+    return any(DATA in named_axes(eqn) or any(communicates(inner.eqns) for inner in inner_jaxprs(eqn)) for eqn in eqns)
 
 
 def divides(eqns: Iterable[JaxprEqn]) -> bool:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError, BatchError, ParamsError, StateError, shown
 from jaxpp.errors.checks import check_function
+from jaxpp.stages.axes import communicates
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.program import ACCUMULATED, Ref, Role
 from jaxpp.stages.stacked import Slicing
@@ -71,6 +72,10 @@ def by_hand(
     def function(stage: int) -> Callable[..., Tree]:
         def run(params: Params, x: dict[int, Array], batch: Batch, key: Key | None = None) -> Tree:
             cut = cut_at(batch, key)
+            where, fix = f"pipe.stages[{stage}].forward", "close over what the other replicas would say, or take pipe.step"
+            if communicates(cut.loss.graph.eqns):
+                rule = "a stage is run by hand on one device, without the other replicas"
+                raise StateError(where, rule, "a loss with collectives between replicas", fix)
             if has_state:
                 where, rule = f"pipe.stages[{stage}].forward", "a stage is run by hand on its parameters, its input and the batch"
                 raise StateError(where, rule, "a loss with model state", "run one without has_state, closing over the state")

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxpp.errors import PullbackError
+from jaxpp.errors.tracebacks import entry
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.cuts.head import SCOPE
@@ -67,6 +68,7 @@ class Stage:
         """What forward and backward take together, estimated."""
         return self.costs["F"] + self.costs["B"]
 
+    @entry
     def forward(self, params: Params, x: Activation, *inputs: Any) -> tuple[Activation, Pullback] | Activation:
         """Run the stage by hand, on its device (of several, the first).
 
