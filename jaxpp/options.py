@@ -114,11 +114,6 @@ class Options:
         if auto:
             given |= _idle_devices(made, num_places(devices, mesh, data_parallel))
         found = cls(positional_key(loss_fn, 2 + has_state, called), made, places, **given)
-        if has_state and found.placement.num_replicas > 1:
-            where, got = "has_state=True with data parallelism", f"{found.placement.num_replicas} replicas"
-            rule = "model state passes from each microbatch to the next, and replicas run theirs side by side"
-            fix = "pass one replica, or keep the statistics out of the loss (a normalisation without running averages)"
-            raise ArgumentError(where, rule, got, fix)
         if any(each is not None for each in found.offload):
             _check_memories(found.devices)
         return found

@@ -93,7 +93,7 @@ class Pipeline(Forward):
         cut_gradient: boundaries that carry no gradient, for teaching; boundary s lies between stages s and s + 1. The stages before
             such a boundary learn nothing, except parameters that a later stage uses too.
         has_state: whether the loss has a model state (BatchNorm's running statistics, counters): a tree of arrays that each
-            microbatch passes to the next, in order, without a gradient.
+            microbatch passes to the next, in order, without a gradient. Replicas have their own, and their mean after a step.
         balance: by what the loss is cut: ``"cost"``, for the shortest step of this schedule, where forward and backward of each
             equation take what its FLOPs and bytes take at the rates of the devices; ``"flops"``, for equal FLOPs of the forward;
             ``"time"``, as ``"cost"``, but with times measured on zeros, after which the loss is cut again; or ``"memory"``, where
@@ -106,8 +106,9 @@ class Pipeline(Forward):
             ``num_microbatches``, so a step equals one with ``data_parallel`` times as many microbatches; microbatch i of replica r
             has number ``r * num_microbatches + i``. Gradients are all-reduced once a step.
         shardings: how parameters are sharded over ``"model"`` inside their stage: by path, ``{"*/fc": "column", "*/proj": "row",
-            "*/attn": "heads", "embed": "embedding"}`` or with ``PartitionSpec``s; a tree of these; or Flax's logical axis rules,
-            for parameters that carry axis names.
+            "*/attn": "heads", "embed": "embedding"}``, or with ``PartitionSpec``s or ``NamedSharding``s; a tree of these; a
+            function of a path and a shape that returns one; or Flax's logical axis rules, for parameters that carry axis names.
+            Without it, as parameters say themselves (Flax's metadata), or as arrays are sharded already.
         bank: parameter sets of tasks, theta[t]. The loss is then ``loss_fn(params, task_params, batch[, key])``, every step names
             its ``task`` (or one for each replica), and the state holds Theta alone. The bank's optimizer updates each theta[t].
         shared: batch leaves that every microbatch (and replica) gets whole instead of split, by path or pattern of paths:

@@ -25,7 +25,7 @@ from jaxpp.plan.step import Leaves
 from jaxpp.runtime.edges import check_alive, put
 from jaxpp.runtime.processes.channel import agreement, raise_alike
 from jaxpp.runtime.processes.trees import gather
-from jaxpp.stages.axes import DATA, communicates
+from jaxpp.stages.axes import DATA
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
@@ -62,8 +62,9 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
     """``(loss, aux, grads)`` of a step, and the new model state if there is one, computed on the devices where ``params`` live.
 
     As for ``jaxpp.value_and_grad``. ``reducers`` reduce aux leaves that are not averaged, by number. Microbatches of replica r are
-    numbered from ``r * num_microbatches``. With ``groups``, the replicas of each task, the loss is over a ``Joint``, and ``params``
-    and the gradients are lists with a tree for each replica. With ``together`` the loss has collectives between replicas.
+    numbered from ``r * num_microbatches``; each replica has its own model state, and after the step all have the mean. With
+    ``groups``, the replicas of each task, the loss is over a ``Joint``, and ``params`` and the gradients are lists with a tree for
+    each replica. With ``together`` the loss has collectives between replicas.
     """
     has_state = model_state is not None
     loss_fn = positional_key(loss_fn, 2 + has_state)
@@ -85,30 +86,31 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
         return loss, aux, pullback(jnp.asarray(loss_scale, loss.dtype))[0]
 
     each = params if groups else [params] * num_replicas
-    keys = [[] if key is None else [jax.random.fold_in(key, i)] for i in range(len(pieces))]
-    known = _side_by_side(step, params, list(zip(pieces, *zip(*keys, strict=True), strict=True)), num_replicas) if together else {}
-    found: list[tuple[Array, Tree, Grads]] = []
-    for i, piece in enumerate(pieces):
-        states = (model_state,) if has_state else ()
-        value, aux, grad = known.get(i) or step(each[i // num_microbatches], *states, piece, *keys[i])
-        model_state, aux = aux if has_state else (None, aux)
-        value, grad = jax.tree.map(lambda leaf, scale=scales[i]: scale.astype(leaf.dtype) * leaf, (value, grad))
-        found.append((value, aux, grad))
+    states = [model_state] * num_replicas
+    found: list[tuple[Array, Tree, Grads]] = [(jnp.zeros(()), (), ())] * len(pieces)
+    for m in range(num_microbatches):
+        numbers = [replica * num_microbatches + m for replica in range(num_replicas)]
+        keys = [[] if key is None else [jax.random.fold_in(key, i)] for i in numbers]
+        before = [[state] if has_state else [] for state in states]
+        rows = [(*state, pieces[i], *own) for state, i, own in zip(before, numbers, keys, strict=True)]
+        if together:
+            results = jax.vmap(lambda *row: step(params, *row), axis_name=DATA)(*jax.tree.map(lambda *x: jnp.stack(x), *rows))
+            done = [jax.tree.map(lambda leaf, r=r: leaf[r], results) for r in range(num_replicas)]
+        else:
+            done = [step(own, *row) for own, row in zip(each, rows, strict=True)]
+        for replica, (i, (value, extra, grad)) in enumerate(zip(numbers, done, strict=True)):
+            states[replica], aux = extra if has_state else (None, extra)
+            share, own = jax.tree.map(lambda leaf, scale=scales[i]: scale.astype(leaf.dtype) * leaf, (value, grad))
+            found[i] = share, aux, own
     losses, auxes, grads = zip(*found, strict=True)
     total = _by_task(grads, scales, groups, num_microbatches) if groups else _sum(grads)
-    return _sum(losses), _merge_aux(auxes, shares, reducers or {}), total, *([model_state] if has_state else [])
+    new = [jax.tree.map(_mean_or_first, *states)] if has_state else []
+    return _sum(losses), _merge_aux(auxes, shares, reducers or {}), total, *new
 
 
-def _side_by_side(step: Callable[..., Tree], params: Params, pieces: Sequence[Tree], num_replicas: int) -> dict[int, Tree]:
-    """What each microbatch gives, by number, where those of the replicas with the same number run as one."""
-    count = len(pieces) // num_replicas
-    found = {}
-    for i in range(count):
-        numbers = [replica * count + i for replica in range(num_replicas)]
-        rows = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(pieces[number] for number in numbers))
-        results = jax.vmap(lambda *row: step(params, *row), axis_name=DATA)(*rows)
-        found |= {number: jax.tree.map(lambda leaf, r=r: leaf[r], results) for r, number in enumerate(numbers)}
-    return found
+def _mean_or_first(first: Array, *others: Array) -> Array:
+    """A model state leaf after a step, from those of the replicas: the mean; of what is no floating number the first."""
+    return jnp.stack([first, *others]).mean(0).astype(first.dtype) if _inexact(first.dtype) and others else first
 
 
 def _sum(trees: Sequence[Tree]) -> Tree:
@@ -253,7 +255,7 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
     options |= {"num_replicas": engine.placement.num_replicas, "shared": config.shared}
     place = _anywhere if traced.graph.sharded else _on_one_device
     params, old, batch, key = place((state.params, state.model_state, batch, key))
-    options |= {"together": True} if communicates(traced.graph.eqns) else {}
+    options |= {"together": traced.graph.communicates}
     options |= {"model_state": old} if config.has_state else {}
     if config.loss_scale is not None:
         options |= {"loss_scale": jax.device_get(jax.tree.leaves(state.loss_scale)[config.loss_scale.scale])}

@@ -97,6 +97,7 @@ assert accuracy > 0.85
 # - Microbatches pass the statistics on, in order. With four microbatches a step updates the running statistics four times, so a
 #   `momentum` of 0.9 forgets as fast as 0.9 ** 4 would in a step on the whole batch.
 # - Without `has_state`, a loss that takes all variables as its parameters would train the running statistics.
-# - Model state together with `data_parallel` is refused.
+# - With `data_parallel`, each replica has running statistics of its own during a step, and after it all have their mean. With
+#   `nn.BatchNorm(axis_name="data")` the examples of all replicas are normalised together, as with `pmap` or `shard_map`.
 # - For NNX see [Use an NNX model](use_nnx.ipynb), for Equinox [Use an Equinox model](use_equinox.ipynb), for Haiku
 #   [Use a Haiku model](use_haiku.ipynb).

@@ -113,4 +113,5 @@ assert not np.allclose(before[...], after[...])
 # - The random keys of dropout are model state too: NNX counts how often each was used. The loss therefore takes no key here.
 # - Microbatches pass the model state on, in order. With four microbatches the running statistics are updated four times in a
 #   step, with the statistics of a quarter of the batch each.
-# - Model state together with `data_parallel` is refused.
+# - With `data_parallel`, each replica has statistics of its own during a step, and after it all have their mean. Counters and keys
+#   are the same on all replicas, so dropout draws the same masks there; a key that the loss takes differs.

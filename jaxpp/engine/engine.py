@@ -247,7 +247,9 @@ class Engine:
         builder, names = lines.copy(), self.placed.names
         loss = total_name(step.loss_stage, Role.LOSS) if self.options.is_loss else None
         found: Outcome[Name] = Outcome(loss, aux_names(step))
-        states = [state_name(name.stage, leaf, len(step.sizes)) for leaf, name in enumerate(names.model_state)]
+        states = [
+            state_name(name.stage, leaf, len(step.sizes), shared=name.ref.shared) for leaf, name in enumerate(names.model_state)
+        ]
         if purpose == "update":
             found = self._add_update(builder, step, found, states, donate=donate)
         elif purpose == "grads":
@@ -273,7 +275,9 @@ class Engine:
             grads = dict.fromkeys([*leaves, *(vector for vector, _ in packed.values())])
             add_wait(builder, "the loss", [found.loss, *found.aux, *grads, *states])
         calls = calls_host(update.graph.eqns)
-        made = add_update(builder, update, found.loss, states, packed, self.placement.own, donate=donate and not calls)
+        made = add_update(
+            builder, update, found.loss, names.model_state, states, packed, self.placement.own, donate=donate and not calls
+        )
         if calls:
             add_wait(builder, "the optimizer", flat(made))
         new = names.fill([*made.params, *made.opt, *(made.state or states), *made.scale])

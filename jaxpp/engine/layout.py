@@ -346,7 +346,8 @@ class Placed:
         layout, update = self.layout, self.update
         params = [param_name(stage, leaf) for leaf, stage in enumerate(layout.owner)]
         opts = [opt_name(stage, leaf) for leaf, stage in enumerate(update.opt_owner)] if update else []
-        states = [state_name(stage, leaf) for leaf, stage in enumerate(layout.state_owner)]
+        shared = self.base.num_replicas > 1
+        states = [state_name(stage, leaf, shared=shared) for leaf, stage in enumerate(layout.state_owner)]
         num_own_opts = update.tree.children()[1].num_leaves if update and isinstance(layout.params, Joint) else 0
         a, b = layout.num_shared, len(opts) - num_own_opts
         return Leaves(params[:a], params[a:], opts[:b], opts[b:], states, list(update.scales) if update else [])

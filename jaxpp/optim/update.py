@@ -14,7 +14,7 @@ from jax.extend.core import Var
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.plan.builder import Builder, Name
 from jaxpp.plan.lower import closed_function
-from jaxpp.plan.step import param_name, scale_name, state_name, total_name
+from jaxpp.plan.step import param_name, scale_name, total_name
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
 from jaxpp.stages.graph import Graph, Piece, descendants, partition
@@ -103,15 +103,15 @@ class Update:
         scale, finite = ((), ()) if self.scaling is None else ((self.loss_stage, self.loss_stage), (HUB,))
         return UpdateResults(self.owner, self.opt_owner, self.state_owner, scale, finite, (HUB,), self.watched)
 
-    def names(self, loss: Name, states: Sequence[Name]) -> UpdateInputs[Name]:
-        """The names of the inputs, each on its owner; ``states`` are those of the new model state."""
+    def names(self, loss: Name, before: Sequence[Name], states: Sequence[Name]) -> UpdateInputs[Name]:
+        """The names of the inputs, each on its owner; ``states`` are those of the new model state, ``before`` of the old one."""
         return UpdateInputs(
             grads=tuple(total_name(stage, Role.GRAD, leaf) for leaf, stage in enumerate(self.owner)),
             opt=tuple(opt_name(stage, leaf) for leaf, stage in enumerate(self.opt_owner)),
             params=tuple(param_name(stage, leaf) for leaf, stage in enumerate(self.owner)),
             loss=(loss,),
             scale=self.scales,
-            old_state=tuple(state_name(stage, leaf) for leaf, stage in enumerate(self.state_owner)),
+            old_state=() if self.scaling is None else tuple(before),
             new_state=() if self.scaling is None else tuple(states),
         )
 
@@ -121,10 +121,18 @@ _LARGE = 1 << 27  # bytes of arguments above which an update holds little at onc
 
 
 def add_update(
-    builder: Builder, update: Update, loss: Name, states: Sequence[Name], packed: _Packed, own: _Own, *, donate: bool
+    builder: Builder,
+    update: Update,
+    loss: Name,
+    before: Sequence[Name],
+    states: Sequence[Name],
+    packed: _Packed,
+    own: _Own,
+    *,
+    donate: bool,
 ) -> UpdateResults[Name]:
-    """Add the update to a step that has its gradients; ``states`` are those of the new model state."""
-    return _Writer(builder, update, update.names(loss, states), packed, own, donate).run()
+    """Add the update to a step that has its gradients; ``states`` are those of the new model state, ``before`` of the old one."""
+    return _Writer(builder, update, update.names(loss, before, states), packed, own, donate).run()
 
 
 class _Part(NamedTuple):

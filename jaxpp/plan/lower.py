@@ -263,7 +263,8 @@ def _act(
 class _ModelState:
     """Where each model state leaf is, as every microbatch finds it; the stage that makes its new value keeps it.
 
-    A stage further on that reads the old one is sent it once a microbatch, or once a step if nobody changes it.
+    A stage further on that reads the old one is sent it once a microbatch, or once a step if nobody changes it. Each replica has
+    its own from the first microbatch to the last; after these all have the mean.
     """
 
     def __init__(self, builder: Builder, step: Step):
@@ -271,6 +272,7 @@ class _ModelState:
         self._made = {(leaf, 0): state_name(stage, leaf) for leaf, stage in enumerate(step.state_owner)}
         self._there = set(self._made.values())
         self._sent: dict[tuple[Name, int], Name] = {}
+        self._rows(0, list(range(len(step.state_owner))))
 
     def supply(self, action: Action, program: Program) -> None:
         for ref in program.inputs:
@@ -286,6 +288,35 @@ class _ModelState:
     def go_home(self) -> None:
         for leaf, stage in enumerate(self._step.state_owner):
             self._bring(leaf, len(self._step.sizes), stage, "the step")
+        self._rows(len(self._step.sizes), [leaf for leaf in range(len(self._step.state_owner)) if leaf not in self._fixed])
+        for leaf in self._fixed if self._step.num_replicas > 1 else ():
+            stage, last = self._step.state_owner[leaf], len(self._step.sizes)
+            old, new = (state_name(stage, leaf, i, shared=True) for i in (0, last))
+            self._builder.send(f"rename model state {leaf} of stage {stage}", old, new)
+
+    @property
+    def _fixed(self) -> frozenset[int]:
+        """The leaves that nobody changes."""
+        return frozenset.intersection(*(cut.loss.unchanged for cut in self._step.cuts))
+
+    def _rows(self, microbatch: int, leaves: Sequence[int]) -> None:
+        """Give each replica its own of what all have, before the first microbatch; or all the mean, after the last."""
+        step, graph = self._step, self._step.cuts[0].loss
+        for stage in range(step.num_stages if step.num_replicas > 1 else 0):
+            mine = [leaf for leaf in leaves if step.state_owner[leaf] == stage]
+            own, shared = ([state_name(stage, leaf, microbatch, shared=shared) for leaf in mine] for shared in (False, True))
+            avals = shapes_of(graph.state[leaf] for leaf in mine)
+            if not mine:
+                continue
+            if microbatch == 0:
+                run, names, what = functools.partial(_to_rows, step.num_replicas), (shared, own), "spread"
+            else:
+                run, names, what = _mean_of_rows, (own, shared), "average"
+                avals = tuple(jax.ShapeDtypeStruct((step.num_replicas, *aval.shape), aval.dtype) for aval in avals)
+            refs = [tuple(name.ref for name in each) for each in names]
+            make = functools.partial(Program, run, *refs, avals, spans=True, name=f"stage_{stage}_{what}_model_state")
+            program = step.once((what, refs[0], avals), make)
+            self._builder.compute(f"{what} model state of stage {stage}", program, stage, *names, ())
 
     def _bring(self, leaf: int, microbatch: int, stage: int, reader: str) -> None:
         source, target = self._find(leaf, microbatch), state_name(stage, leaf, microbatch)
@@ -305,6 +336,15 @@ class _ModelState:
                 got = f"microbatch {microbatch + 1} of {len(self._step.sizes)} reads it before {microbatch} has made it"
                 raise CutError(where, rule, got, "update the state where it is read, or pass fewer stages")
         return self._made[leaf, microbatch]
+
+
+def _to_rows(count: int, *values: Array) -> list[Array]:
+    return [jnp.broadcast_to(value, (count, *value.shape)) for value in values]
+
+
+def _mean_of_rows(*values: Array) -> list[Array]:
+    """The mean over replicas; of what is no floating number (a count, a key) that of the first."""
+    return [value.mean(0).astype(value.dtype) if jnp.issubdtype(value.dtype, jnp.inexact) else value[0] for value in values]
 
 
 def add_wait(builder: Builder, what: str, names: Sequence[Name]) -> None:

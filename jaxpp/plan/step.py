@@ -249,9 +249,9 @@ def total_name(stage: int, role: Role, index: int = 0) -> Name:
     return Name(stage, Ref(role, index, shared=True))
 
 
-def state_name(stage: int, leaf: int, microbatch: int = 0) -> Name:
-    """A model state leaf as a microbatch finds it."""
-    return Name(stage, Ref(Role.STATE, leaf), microbatch)
+def state_name(stage: int, leaf: int, microbatch: int = 0, *, shared: bool = False) -> Name:
+    """A model state leaf as a microbatch finds it; ``shared``: the one that all replicas of a stage have before or after a step."""
+    return Name(stage, Ref(Role.STATE, leaf, shared=shared), microbatch)
 
 
 def scale_name(stage: int, leaf: int) -> Name:

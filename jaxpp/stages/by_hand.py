@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError, BatchError, ParamsError, StateError, shown
 from jaxpp.errors.checks import check_function
-from jaxpp.stages.axes import communicates
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.program import ACCUMULATED, Ref, Role
 from jaxpp.stages.stacked import Slicing
@@ -73,7 +72,7 @@ def by_hand(
         def run(params: Params, x: dict[int, Array], batch: Batch, key: Key | None = None) -> Tree:
             cut = cut_at(batch, key)
             where, fix = f"pipe.stages[{stage}].forward", "close over what the other replicas would say, or take pipe.step"
-            if communicates(cut.loss.graph.eqns):
+            if cut.loss.graph.communicates:
                 rule = "a stage is run by hand on one device, without the other replicas"
                 raise StateError(where, rule, "a loss with collectives between replicas", fix)
             if has_state:

@@ -28,7 +28,7 @@ Role = enum.StrEnum(
 )
 PER_MICROBATCH = frozenset(map(Role, "batch key scale activation residual offloaded fetched cotangent rows state".split()))
 ACCUMULATED = frozenset({Role.GRAD, Role.LOSS, Role.AUX})
-SHARED = frozenset({Role.PARAM, Role.OPT, Role.CONSTANT, Role.STATE, Role.LOSS_SCALE})  # the same on all replicas of a stage
+SHARED = frozenset({Role.PARAM, Role.OPT, Role.CONSTANT, Role.LOSS_SCALE})  # the same on all replicas of a stage
 
 
 @dataclass(frozen=True, slots=True)

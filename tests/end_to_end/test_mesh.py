@@ -354,11 +354,6 @@ def test_a_batch_that_replicas_cannot_share_is_refused():
         pipe.init(case.params, small)
 
 
-def test_model_state_and_replicas_are_refused():
-    with pytest.raises(jaxpp.errors.ArgumentError, match="replicas run theirs side by side"):
-        jaxpp.Pipeline(lambda p, s, b: (b.sum(), (s, {})), optax.sgd(0.1), num_stages=1, data_parallel=2, has_state=True)
-
-
 def test_devices_named_twice_are_refused_for_replicas():
     case = mlp_case(batch_size=16)
     with pytest.raises(jaxpp.errors.ArgumentError, match="name each device once"):

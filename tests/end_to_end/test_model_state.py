@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.dynamic_scale import DynamicScale
 
 import jaxpp
 from jaxpp.errors import ArgumentError, CutError, LossError, ParamsError, ScheduleError, StateError, VerifyError
@@ -274,3 +275,87 @@ def test_new_state_may_share_what_it_is_made_of_with_aux_alone():
     pipe = pipeline(3, 2, loss=loss_fn)
     state = pipe.init(([jnp.eye(4)] * 4, {"seen": jnp.zeros(4)}), batch)
     pipe.verify(state, batch)
+
+
+EVEN = {"x": np.random.default_rng(4).normal(size=(32, 5)) + 2, "y": np.arange(32) % 3}
+LONG = pytest.mark.long
+SHARES = {
+    "replicas": {"data_parallel": 2},
+    "four replicas": pytest.param({"data_parallel": 4}, marks=LONG),
+    "a mesh": pytest.param({"mesh": (2, 2, 2), "shardings": {"dense_0": "column", "dense_1": "row"}}, marks=LONG),
+    "a schedule that splits backwards": pytest.param({"data_parallel": 2, "schedule": "zb-h1"}, marks=LONG),
+    "a scaled loss": pytest.param({"data_parallel": 2, "loss_scale": DynamicScale()}, marks=LONG),
+}
+
+
+def shared(**options):
+    if "mesh" in options:
+        options["mesh"] = jax.make_mesh(options["mesh"], ("pipe", "data", "model"))
+    return pipeline(2, 2, **options)
+
+
+@pytest.mark.parametrize("options", SHARES.values(), ids=list(SHARES))
+def test_replicas_have_statistics_of_their_own_and_their_mean_after_a_step(x64, options):
+    pipe = shared(**options)
+    state = pipe.init(init, jax.random.key(0), EVEN)
+    count = options.get("data_parallel", 2)
+    for _ in range(2):
+        pipe.verify(state, EVEN)
+        params, before = jax.device_get((state.params, state.model_state))
+        state, _ = pipe.step(state, EVEN)
+        after = []
+        for replica in range(count):  # as a plain loop has it
+            stats, size = before, 32 // count // 2
+            for k in range(2):
+                first = replica * 32 // count + k * size
+                _, (stats, _) = loss_fn(params, stats, {name: leaf[first : first + size] for name, leaf in EVEN.items()})
+            after.append(stats)
+        compare("model_state", state.model_state, jax.tree.map(lambda *rows: np.mean(rows, axis=0), *after))
+    found = pipe.evaluate(state, EVEN, loss_fn=eval_fn)
+    np.testing.assert_allclose(found.loss, eval_fn(*jax.device_get((state.params, state.model_state)), EVEN)[0], rtol=1e-6)
+
+
+def test_counters_and_keys_are_the_same_on_all_replicas():
+    batch, key = jnp.asarray(RNG.normal(size=(8, 4)), jnp.float32), jax.random.key(1)
+    pipe = pipeline(2, 2, loss=carried, data_parallel=2)
+    state = pipe.init((CARRIED, CARRIED_STATE), batch)
+    pipe.verify(state, batch, key)
+    state, _ = pipe.step(state, batch, key)
+    assert int(state.model_state["count"]) == 2
+    stream = jax.random.split(jax.random.split(CARRIED_STATE["stream"])[0])[0]
+    assert (jax.random.key_data(state.model_state["stream"]) == jax.random.key_data(stream)).all()
+    np.testing.assert_array_equal(state.model_state["fixed"], CARRIED_STATE["fixed"])
+
+
+def test_statistics_are_those_of_all_replicas_where_the_model_names_their_axis(x64):
+    """Flax's own ``axis_name`` synchronises batch normalisation in the forward."""
+
+    class Synchronised(nn.Module):
+        axis: str | None = "data"
+
+        @nn.compact
+        def __call__(self, x):
+            for i in range(2):
+                x = nn.Dense(8, param_dtype=float, name=f"dense_{i}")(x)
+                norm = nn.BatchNorm(use_running_average=False, axis_name=self.axis, param_dtype=float, name=f"norm_{i}")
+                x = nn.relu(norm(x))
+            return nn.Dense(3, param_dtype=float, name="head")(x)
+
+    def loss_of(model):
+        def loss(params, model_state, batch):
+            logits, new = model.apply({"params": params, **model_state}, batch["x"], mutable=["batch_stats"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), (new, {})
+
+        return loss
+
+    whole = Synchronised(None)
+    variables = whole.init(jax.random.key(0), EVEN["x"][:1])
+    params, stats = variables["params"], {"batch_stats": jax.tree.map(lambda leaf: leaf.astype(float), variables["batch_stats"])}
+    pipe = pipeline(2, 1, loss=loss_of(Synchronised()), data_parallel=2)
+    state = pipe.init((params, stats), EVEN)
+    pipe.verify(state, EVEN)
+    state, metrics = pipe.step(state, EVEN)
+    (loss, (new, _)), grads = jax.value_and_grad(loss_of(whole), has_aux=True)(params, stats, EVEN)
+    compare("loss", metrics.loss, loss)
+    compare("model_state", state.model_state, new)
+    compare("params", state.params, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), floor=GRAD_FLOOR)
