@@ -1,10 +1,11 @@
 """``jaxpp.value_and_grad``: the drop-in for ``jax.value_and_grad`` that runs on several devices."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.tracing import same_shapes
@@ -33,6 +34,10 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     reduction: str = "mean",
     cuts: Sequence[str] | None = None,
     devices: Sequence[Device] | None = None,
+    mesh: Mesh | None = None,
+    data_parallel: int = 1,
+    shardings: Tree = None,
+    axes: Mapping[str, str | Sequence[str]] | None = None,
     remat: Remat | Sequence[Remat] = "least",
     reduce_aux: ReduceAux = None,
     shared: str | Sequence[str] = (),

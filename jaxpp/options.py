@@ -12,7 +12,7 @@ from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_flags, check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.edges import HOST_MEMORY
-from jaxpp.runtime.place import DevicesWarning, Place, Placement, axes_of, devices_warning, num_places, place, submeshes
+from jaxpp.runtime.place import DevicesWarning, Place, Placement, axes_of, axis_map, devices_warning, num_places, place, submeshes
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
@@ -67,6 +67,7 @@ class Options:
         devices: Sequence[Device] | None = None,
         mesh: Mesh | None = None,
         data_parallel: int = 1,
+        axes: Mapping[str, str | Sequence[str]] | None = None,
         **others: Any,
     ) -> "Options":
         """The options from the arguments of ``Pipeline`` or ``value_and_grad``; without ``is_loss``, of forwards alone."""
@@ -77,16 +78,17 @@ class Options:
         check_counts(where, counts, ArgumentError)
         check_flags(where, **{name: others[name] for name in ("has_aux", "has_state") if name in others})
         _check_functions(loss_fn, others)
+        known = axis_map(axes, mesh)
         sizes = int(num_stages), int(num_stages if num_microbatches is None else num_microbatches)
         auto = isinstance(schedule, str) and schedule == AUTO
         if auto:
-            made = _before_measuring(*sizes, num_places(devices, mesh, data_parallel))
+            made = _before_measuring(*sizes, num_places(devices, mesh, data_parallel, known))
         else:
             made = _schedule_of(schedule, *sizes) if others.get("is_loss", True) else forward(*sizes)
         has_state = others.get("has_state", False)
         if has_state:
             _check_order(made)
-        places = submeshes(devices, mesh, data_parallel, made.num_ranks)
+        places = submeshes(devices, mesh, data_parallel, made.num_ranks, known)
         platform = places[0].devices[0].platform
         settled: dict[str, Callable[[Any], Any]] = {
             "cuts": lambda cuts: _cuts_of(cuts, num_stages),
@@ -97,7 +99,7 @@ class Options:
             "loss_scale": check_loss_scale,
             "remat": lambda remat: policies_of(remat, num_stages, platform),
             "offload": lambda remat: offload_of(remat, num_stages),
-            "shardings": lambda shardings: _check_shardings(shardings, mesh),
+            "shardings": lambda shardings: _check_shardings(shardings, mesh, known[MODEL]),
             "shared": _shared_of,
             "fuse": lambda fuse: _fuse_of(fuse, platform),
             "max_shapes": int,
@@ -107,12 +109,12 @@ class Options:
         others["offload"] = others["remat"]
         given = {name: settled[name](value) if name in settled else value for name, value in others.items()}
         given["made_to_measure"] = auto
-        given["axes"] = axes_of(places[0], mesh)
+        given["axes"] = axes_of(places[0], mesh, known)
         called = "loss_fn" if others.get("is_loss", True) else "fn"
         if devices is None and mesh is None:
             given["devices_warning"] = devices_warning(made, places, data_parallel, by_name=isinstance(schedule, str))
         if auto:
-            given |= _idle_devices(made, num_places(devices, mesh, data_parallel))
+            given |= _idle_devices(made, num_places(devices, mesh, data_parallel, known))
         found = cls(positional_key(loss_fn, 2 + has_state, called), made, places, **given)
         if any(each is not None for each in found.offload):
             _check_memories(found.devices)
@@ -198,8 +200,8 @@ def _fuse_of(fuse: object, platform: str) -> bool:
     return bool(fuse)
 
 
-def _check_shardings(shardings: object, mesh: Mesh | None) -> object:
-    if shardings is None or (mesh is not None and MODEL in mesh.axis_names):
+def _check_shardings(shardings: object, mesh: Mesh | None, names: Sequence[str]) -> object:
+    if shardings is None or (mesh is not None and not set(names).isdisjoint(mesh.axis_names)):
         return shardings
     got = "no mesh" if mesh is None else f"a mesh with the axes {', '.join(map(repr, mesh.axis_names))}"
     fix = 'pass for example mesh=jax.make_mesh((2, 2), ("pipe", "model")), or leave shardings out'

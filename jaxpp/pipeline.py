@@ -1,6 +1,6 @@
 """The public face for training: ``Pipeline``, which is a ``Forward`` with an optimizer."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +109,9 @@ class Pipeline(Forward):
             "*/attn": "heads", "embed": "embedding"}``, or with ``PartitionSpec``s or ``NamedSharding``s; a tree of these; a
             function of a path and a shape that returns one; or Flax's logical axis rules, for parameters that carry axis names.
             Without it, as parameters say themselves (Flax's metadata), or as arrays are sharded already.
+        axes: what other axes of your mesh, or names in your functions, are to the pipeline: ``{"pipe": "stage", "data": ("replica",
+            "fsdp"), "model": "tensor"}``. ``stage``, ``replica``, ``batch`` and ``tensor`` are known. With ``{"data": "batch"}``
+            a model whose ``nn.BatchNorm`` has ``axis_name="batch"`` normalises over the examples of all replicas.
         bank: parameter sets of tasks, theta[t]. The loss is then ``loss_fn(params, task_params, batch[, key])``, every step names
             its ``task`` (or one for each replica), and the state holds Theta alone. The bank's optimizer updates each theta[t].
         shared: batch leaves that every microbatch (and replica) gets whole instead of split, by path or pattern of paths:
@@ -173,6 +176,7 @@ class Pipeline(Forward):
         mesh: Mesh | None = None,
         data_parallel: int = 1,
         shardings: Tree = None,
+        axes: Mapping[str, str | Sequence[str]] | None = None,
         bank: Bank | None = None,
         shared: str | Sequence[str] = (),
         max_shapes: int = 8,
@@ -206,6 +210,10 @@ class Pipeline(Forward):
         weight: Callable[[Batch], Any] | str | None = None,
         reduction: str = "mean",
         devices: Sequence[Device] | None = None,
+        mesh: Mesh | None = None,
+        data_parallel: int = 1,
+        shardings: Tree = None,
+        axes: Mapping[str, str | Sequence[str]] | None = None,
         remat: Remat | Sequence[Remat] = "least",
         shared: str | Sequence[str] = (),
         hbm: float | str | None = None,

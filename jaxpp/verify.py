@@ -25,7 +25,6 @@ from jaxpp.plan.step import Leaves
 from jaxpp.runtime.edges import check_alive, put
 from jaxpp.runtime.processes.channel import agreement, raise_alike
 from jaxpp.runtime.processes.trees import gather
-from jaxpp.stages.axes import DATA
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
@@ -57,14 +56,14 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
     num_replicas: int = 1,
     groups: Sequence[Sequence[int]] = (),
     shared: Sequence[str] = (),
-    together: bool = False,
+    together: Sequence[tuple[str, int]] = (),
 ) -> tuple[Tree, ...]:
     """``(loss, aux, grads)`` of a step, and the new model state if there is one, computed on the devices where ``params`` live.
 
     As for ``jaxpp.value_and_grad``. ``reducers`` reduce aux leaves that are not averaged, by number. Microbatches of replica r are
     numbered from ``r * num_microbatches``; each replica has its own model state, and after the step all have the mean. With
     ``groups``, the replicas of each task, the loss is over a ``Joint``, and ``params`` and the gradients are lists with a tree for
-    each replica. With ``together`` the loss has collectives between replicas.
+    each replica. ``together``: the names and sizes of the axes along which the loss has collectives between replicas.
     """
     has_state = model_state is not None
     loss_fn = positional_key(loss_fn, 2 + has_state)
@@ -94,8 +93,7 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
         before = [[state] if has_state else [] for state in states]
         rows = [(*state, pieces[i], *own) for state, i, own in zip(before, numbers, keys, strict=True)]
         if together:
-            results = jax.vmap(lambda *row: step(params, *row), axis_name=DATA)(*jax.tree.map(lambda *x: jnp.stack(x), *rows))
-            done = [jax.tree.map(lambda leaf, r=r: leaf[r], results) for r in range(num_replicas)]
+            done = _side_by_side(functools.partial(step, params), rows, together)
         else:
             done = [step(own, *row) for own, row in zip(each, rows, strict=True)]
         for replica, (i, (value, extra, grad)) in enumerate(zip(numbers, done, strict=True)):
@@ -111,6 +109,16 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
 def _mean_or_first(first: Array, *others: Array) -> Array:
     """A model state leaf after a step, from those of the replicas: the mean; of what is no floating number the first."""
     return jnp.stack([first, *others]).mean(0).astype(first.dtype) if _inexact(first.dtype) and others else first
+
+
+def _side_by_side(step: Callable[..., Tree], rows: Sequence[Tree], axes: Sequence[tuple[str, int]]) -> list[Tree]:
+    """A function of each row, which communicates along axes of these names and sizes."""
+    counts = tuple(size for _, size in axes)
+    for name, _ in reversed(axes):
+        step = jax.vmap(step, axis_name=name)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+    results = step(*jax.tree.map(lambda leaf: leaf.reshape(*counts, *leaf.shape[1:]), stacked))
+    return [jax.tree.map(lambda leaf, r=r: leaf[np.unravel_index(r, counts)], results) for r in range(len(rows))]
 
 
 def _sum(trees: Sequence[Tree]) -> Tree:

@@ -147,7 +147,7 @@ def lay_out(
     layered = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
     if options.cuts is None and like is None:
         check_giant(layered, schedule.num_stages)
-    specs = specs_of(options.shardings, variables[0], options.placement.num_shards)
+    specs = specs_of(options.shardings, variables[0], options.placement.num_shards, options.axes)
     found = _Layouts(options, optimizer, given, microbatch, key, frozen, like, specs)
     layout, first = found.at(layered)
     if options.cuts is not None or schedule.num_stages == 1 or like is not None:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from jaxpp.errors import ArgumentError, shown
-from jaxpp.stages.axes import MODEL
+from jaxpp.stages.axes import MODEL, ONE_DEVICE, RankAxes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.stages.own_params import Joint
@@ -41,12 +41,13 @@ RULES: Mapping[str, Callable[[str, int], PartitionSpec]] = {
 """
 
 
-def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[PartitionSpec, ...]:
+def specs_of(shardings: Tree, params: Params, num_shards: int, axes: RankAxes = ONE_DEVICE) -> tuple[PartitionSpec, ...]:
     """How each parameter leaf is sharded over ``num_shards`` devices along ``model``; empty if none can be.
 
     ``shardings``: rules, ``PartitionSpec``s or ``NamedSharding``s by path or pattern; a tree of these; a function of a path and a
     shape that returns one; or Flax's logical axis rules (pairs), for parameters with such names. None: as the parameters say
-    themselves, by Flax's metadata (axes of the mesh), or as arrays that are sharded already.
+    themselves, by Flax's metadata (axes of the mesh), or as arrays that are sharded already. ``axes``
+    say what the names in specs stand for.
 
     Raises:
         ArgumentError: rules that fit no parameter, or shardings that cannot be.
@@ -56,7 +57,7 @@ def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[Partitio
         return ()
     paths = [path_name(path) for path, _ in leaves]
     if shardings is None:
-        specs = _own(params, [leaf for _, leaf in leaves])
+        specs = _own(params, [leaf for _, leaf in leaves], axes)
     elif callable(shardings):
         pairs = zip(paths, leaves, strict=True)
         specs = [_spec_of(shardings(path, tuple(leaf.shape)), path, len(leaf.shape)) for path, (_, leaf) in pairs]
@@ -73,6 +74,7 @@ def specs_of(shardings: Tree, params: Params, num_shards: int) -> tuple[Partitio
             rule, got = "a tree of shardings has one for each parameter", f"{len(flat)} leaves for {len(leaves)} parameters"
             fix = 'pass such a tree, or a dictionary by path, for example {"*/fc": "column", "*/proj": "row"}'
             raise ArgumentError("shardings", rule, got, fix)
+    specs = [axes.named(spec) for spec in specs]
     _check(specs, leaves, num_shards)
     return tuple(specs)
 
@@ -105,13 +107,13 @@ def _spec_of(rule: Tree, path: str, ndim: int) -> PartitionSpec:
     raise ArgumentError(f"shardings[{path!r}]", f"a rule is one of {names}", shown(rule), "pass one, or a PartitionSpec")
 
 
-def _own(params: Params, leaves: Sequence[Leaf]) -> list[PartitionSpec]:
+def _own(params: Params, leaves: Sequence[Leaf], axes: RankAxes) -> list[PartitionSpec]:
     """What parameters say of themselves: Flax's metadata where there is some, or how an array is sharded along ``model``."""
     named = [
         [spec if isinstance(spec, PartitionSpec) else _WHOLE for spec in jax.tree.leaves(tree, is_leaf=_is_rule)]
         for tree in _metadata(params)
     ]
-    named += [[_divided(leaf) for leaf in leaves]]
+    named += [[_divided(leaf, axes) for leaf in leaves]]
     columns = [specs for specs in named if len(specs) == len(leaves)]
     return [next((spec for spec in specs if any(spec)), _WHOLE) for specs in zip(*columns, strict=True)]
 
@@ -129,13 +131,13 @@ def _metadata(params: Params) -> Iterator[Tree]:
             yield nnx.get_partition_spec(params)
 
 
-def _divided(leaf: Leaf) -> PartitionSpec:
+def _divided(leaf: Leaf, axes: RankAxes) -> PartitionSpec:
     """How an array is sharded along ``model``; its other axes were those of the devices it comes from."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return _WHOLE
     return PartitionSpec(
-        *(MODEL if MODEL in (entry if isinstance(entry, tuple) else (entry,)) else None for entry in sharding.spec)
+        *(MODEL if MODEL in (entry if isinstance(entry, tuple) else (entry,)) else None for entry in axes.named(sharding.spec))
     )
 
 

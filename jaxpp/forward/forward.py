@@ -1,6 +1,6 @@
 """``Forward``: functions over several devices. ``Pipeline`` is a ``Forward`` with an optimizer and a state."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, SupportsIndex
@@ -75,7 +75,7 @@ class Forward:
 
     The function is cut into stages of equal forward cost. Parameters may have any type, as they have no gradient: quantised
     weights, counters and running statistics stand beside the weights in one tree. ``cuts``, ``devices``, ``mesh``,
-    ``data_parallel``, ``shardings``, ``shared`` and ``max_shapes`` are as for ``Pipeline``.
+    ``data_parallel``, ``shardings``, ``axes``, ``shared`` and ``max_shapes`` are as for ``Pipeline``.
 
     Args:
         fn: ``fn(params, batch[, key]) -> outputs``, any tree of arrays.
@@ -118,6 +118,7 @@ class Forward:
         mesh: Mesh | None = None,
         data_parallel: int = 1,
         shardings: Tree = None,
+        axes: Mapping[str, str | Sequence[str]] | None = None,
         shared: str | Sequence[str] = (),
         max_shapes: int = 8,
     ):

@@ -8,6 +8,7 @@ one array with the replicas as its first axis, sharded over ``data``; programs o
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxpp.errors import ArgumentError
+from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.checks import check_devices
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.base import Schedule
@@ -262,7 +263,34 @@ def place(schedule: Schedule, places: Sequence[Place]) -> Placement:
     return Placement(tuple(by_rank[rank] for rank in schedule.stage_to_rank), by_rank)
 
 
-def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel: int, num_ranks: int) -> tuple[Place, ...]:
+AxisMap = Mapping[str, tuple[str, ...]]  # The names of pipe, data and model, of the user's mesh and in the user's functions
+
+_USUAL: AxisMap = {PIPE: ("pipe", "stage", "pp"), DATA: ("data", "replica", "batch", "dp"), MODEL: ("model", "tensor", "tp")}
+
+
+def axis_map(axes: object, mesh: object) -> AxisMap:
+    """What the user's names of axes stand for: as ``axes`` says, or else as they are usually called."""
+    names = mesh.axis_names if isinstance(mesh, Mesh) else ()
+    usual = {axis: tuple(name for name in known if name in names or name == axis) for axis, known in _USUAL.items()}
+    if axes is None:
+        return usual
+    rule = "it says what your axes are to a pipeline"
+    fix = 'pass for example {"pipe": "stage", "data": ("replica", "fsdp"), "model": "tensor"}'
+    if not isinstance(axes, Mapping) or not set(axes) <= set(_USUAL):
+        got = shown(axes) if not isinstance(axes, Mapping) else ", ".join(map(repr, sorted(set(axes) - set(_USUAL))))
+        raise ArgumentError("axes", rule, got, fix)
+    given = {axis: (names,) if isinstance(names, str) else tuple(names) for axis, names in axes.items()}
+    flat = [name for each in given.values() for name in each]
+    if not all(isinstance(name, str) for name in flat) or len(set(flat)) < len(flat):
+        raise ArgumentError("axes", rule, shown(axes), f"name each axis once; {fix}")
+    left = {axis: tuple(name for name in each if name not in flat) for axis, each in usual.items()}
+    more = {axis: left[axis] for axis, each in given.items() if set(each).isdisjoint(names)}  # names that only functions use
+    return {axis: given.get(axis, ()) + more.get(axis, () if axis in given else left[axis]) for axis in _USUAL}
+
+
+def submeshes(
+    devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel: int, num_ranks: int, axes: AxisMap
+) -> tuple[Place, ...]:
     """The place of each rank, from the first; cycled by ``place`` if there are fewer. All violations are ``ArgumentError``."""
     check_counts("data_parallel, the number of replicas", {"data_parallel": data_parallel}, ArgumentError)
     if mesh is None:
@@ -283,22 +311,28 @@ def submeshes(devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel
         if devices is not None or data_parallel != 1:
             rule = "the mesh says which devices there are, and how many replicas"
             raise ArgumentError("mesh", rule, "devices or data_parallel too", "leave devices and data_parallel out")
-        grid = _grid(mesh, num_ranks)
+        grid = _grid(mesh, num_ranks, axes)
     if grid.shape[1:] == (1, 1):
         return tuple(map(OneDevice, grid.flat))
     return tuple(Submesh(Mesh(rows, (DATA, MODEL))) for rows in grid)
 
 
-def axes_of(place: Place, mesh: Mesh | None) -> RankAxes:
+def axes_of(place: Place, mesh: Mesh | None, axes: AxisMap) -> RankAxes:
     """The axes of a rank; ``mesh`` has those of all devices, and is in force for functions unless the user has set one."""
+    sizes = {} if mesh is None else mesh.shape
+    names = [(name, axis, sizes.get(name, place.axis_sizes.get(axis, 1))) for axis, each in axes.items() for name in each]
+    names = [(name, axis, size) for name, axis, size in names if name in sizes or name != axis]
+    if mesh is not None:  # other names stand for all axes of the mesh that divide the same
+        names = [(name, axis, size if name in sizes else place.axis_sizes.get(axis, 1)) for name, axis, size in names]
     whole = None if mesh is None or mesh.explicit_axes or compiles_only(place.devices[0]) else mesh
-    return RankAxes(place.mesh.abstract_mesh, whole) if isinstance(place, Submesh) else RankAxes(whole=whole)
+    devices = {"devices": place.mesh.abstract_mesh} if isinstance(place, Submesh) else {}
+    return RankAxes(**devices, names=tuple(names), whole=whole)
 
 
-def num_places(devices: Sequence[Device] | None, mesh: object, data_parallel: object) -> int:
+def num_places(devices: Sequence[Device] | None, mesh: object, data_parallel: object, axes: AxisMap) -> int:
     """For how many ranks there are devices; what cannot be run is refused by ``submeshes``."""
     if mesh is not None:
-        return mesh.shape.get(PIPE, 1) if isinstance(mesh, Mesh) else 1
+        return math.prod(mesh.shape.get(name, 1) for name in axes[PIPE]) if isinstance(mesh, Mesh) else 1
     replicas = int(data_parallel) if is_count(data_parallel, least=1) else 1  # pyright: ignore[reportArgumentType]
     return len(check_devices(devices)) // replicas
 
@@ -348,15 +382,20 @@ def _check_alike(devices: Sequence[Device]) -> None:
         raise ArgumentError("devices", rule, got, "pass devices of one kind: jaxpp.target(...) to plan, jax.devices() to run")
 
 
-def _grid(mesh: object, num_ranks: int) -> np.ndarray:
-    axes = (PIPE, DATA, MODEL)
-    if not isinstance(mesh, Mesh) or not set(mesh.axis_names) <= set(axes):
+def _grid(mesh: object, num_ranks: int, axes: AxisMap) -> np.ndarray:
+    known = [name for axis in (PIPE, DATA, MODEL) for name in axes[axis]]
+    others = [name for name in mesh.axis_names if name not in known and mesh.shape[name] > 1] if isinstance(mesh, Mesh) else []
+    if not isinstance(mesh, Mesh) or others:
         rule = 'a mesh has axes called "pipe", "data" and "model", those that are wanted, in any order'
         got = repr(mesh.axis_names) if isinstance(mesh, Mesh) else type(mesh).__name__
-        raise ArgumentError("mesh", rule, got, 'pass for example jax.make_mesh((2, 2, 2), ("pipe", "data", "model"))')
-    if mesh.shape.get(PIPE, 1) > num_ranks:
+        fix = 'pass for example jax.make_mesh((2, 2, 2), ("pipe", "data", "model"))'
+        fix += f', or axes={{"data": {others[0]!r}}}' if others else ""
+        raise ArgumentError("mesh", rule, got, fix)
+    sizes = [math.prod(mesh.shape.get(name, 1) for name in axes[axis]) for axis in (PIPE, DATA, MODEL)]
+    if sizes[0] > num_ranks:
         where, rule = f"mesh, num_stages with {num_ranks} ranks", "each device along pipe is a rank of the schedule"
-        got = f"{mesh.shape[PIPE]} along pipe for {num_ranks} ranks"
+        got = f"{sizes[0]} along pipe for {num_ranks} ranks"
         raise ArgumentError(where, rule, got, f"pass more stages, or a mesh with {num_ranks} along pipe")
-    order = [mesh.axis_names.index(axis) for axis in axes if axis in mesh.axis_names]
-    return np.transpose(mesh.devices, order).reshape([mesh.shape.get(axis, 1) for axis in axes])
+    order = [mesh.axis_names.index(name) for name in known if name in mesh.axis_names]
+    order += [k for k in range(len(mesh.axis_names)) if k not in order]
+    return np.transpose(mesh.devices, order).reshape(sizes)

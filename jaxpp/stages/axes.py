@@ -10,6 +10,7 @@ batch. So a collective over ``data`` is one between replicas, and ``data`` in th
 """
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -52,6 +53,7 @@ _T = TypeVar("_T")
 PIPE, DATA, MODEL = "pipe", "data", "model"
 
 AxisEnv = tuple[tuple[str, int], ...]  # The names of axes and how many devices there are along each
+AxisNames = tuple[tuple[str, str, int], ...]
 
 _NO_MESH = AbstractMesh((), ())
 _FIX = "leave the axis out there, or pass the pipeline a mesh=... that has it"
@@ -62,12 +64,23 @@ class RankAxes:
     """The axes of a rank, and how functions call them."""
 
     devices: AbstractMesh = _NO_MESH  # of a rank, with the axes data and model; without axes for one device
+    names: AxisNames = ()  # what functions call the axes: a name, which axis it stands for, and how many devices are along it
     whole: Mesh | None = None  # of all devices, in force where a function is traced that needs one and the user has set none
 
     @property
     def sizes(self) -> dict[str, int]:
         """How many devices a rank has along each axis."""
         return dict(self.devices.shape)
+
+    def named(self, spec: PartitionSpec) -> PartitionSpec:
+        """A sharding with the names that axes have on a rank."""
+        axis = {name: own for name, own, _ in self.names}
+
+        def entry(given: Tree) -> Tree:
+            names = tuple(dict.fromkeys(axis.get(name, name) for name in _names(given)))
+            return given if given is PartitionSpec.UNCONSTRAINED else names[0] if len(names) == 1 else names or None
+
+        return PartitionSpec(*map(entry, spec))
 
     @cached_property
     def apart(self) -> frozenset[str]:
@@ -84,7 +97,8 @@ class RankAxes:
     @property
     def env(self) -> AxisEnv:
         """The axes that a function may name in a collective."""
-        return ((DATA, self.sizes.get(DATA, 1)),)
+        named = [(name, size) for name, axis, size in self.names if axis == DATA]
+        return tuple(named) if DATA in dict(named) else (*named, (DATA, self.sizes.get(DATA, 1)))
 
     def plain(self) -> AbstractContextManager[object]:
         """Where a function that divides its values runs in plain JAX: the mesh that the user has set, or that of all devices."""
@@ -135,9 +149,12 @@ def _mentions(jaxpr: Jaxpr) -> bool:
     )
 
 
-def communicates(eqns: Iterable[JaxprEqn]) -> bool:
-    """Whether any of the equations, or any equation inside them, is a collective between replicas."""
-    return any(DATA in named_axes(eqn) or any(communicates(inner.eqns) for inner in inner_jaxprs(eqn)) for eqn in eqns)
+def axes_named(eqns: Iterable[JaxprEqn]) -> set[str]:
+    """The axes of the collectives among equations, and of those inside them."""
+    found = set[str]()
+    for eqn in eqns:
+        found.update(named_axes(eqn), *(axes_named(inner.eqns) for inner in inner_jaxprs(eqn)))
+    return found
 
 
 def divides(eqns: Iterable[JaxprEqn]) -> bool:
@@ -165,6 +182,8 @@ class _Mover:
 
     def __init__(self, axes: RankAxes):
         self._sizes, self._env = axes.sizes, axes.env
+        self._axis = {name: axis for name, axis, _ in axes.names}
+        self._count = {name: size for name, _, size in axes.names} | self._sizes
         self._known: dict[Hashable, Jaxpr] = {}
         self._contexts: dict[tuple[Hashable, AbstractMesh], JaxprEqn] = {}
 
@@ -300,27 +319,27 @@ class _Mover:
 
     def _map(self, eqn: JaxprEqn, mapped: ShardMap, scope: _Scope) -> Lines:
         sizes = mapped.mesh.shape
-        own = [name for name in mapped.manual if self._divides(name) and name not in scope.mesh.manual_axes]
-        wrong = [name for name in mapped.manual if name not in own and name not in (PIPE, DATA) and sizes[name] > 1]
+        mine = [name for name in mapped.manual if self._divides(name) and self._own(name) not in scope.mesh.manual_axes]
+        wrong = [name for name in mapped.manual if name not in mine and self._own(name) not in (PIPE, DATA) and sizes[name] > 1]
         if wrong:
             raise _error(eqn, "a stage maps over the axes of its rank", f"the axis {wrong[0]!r} of {sizes[wrong[0]]} devices")
-        wrong = [name for name in own if sizes[name] != self._sizes[name]]
+        wrong = [name for name in mine if sizes[name] != self._sizes[self._own(name)]]
         if wrong:
-            got = f"{sizes[wrong[0]]} along {wrong[0]!r}, where a rank has {self._sizes[wrong[0]]}"
+            got = f"{sizes[wrong[0]]} along {wrong[0]!r}, where a rank has {self._sizes[self._own(wrong[0])]}"
             raise _error(eqn, "it is mapped over a mesh with as many devices along an axis as a rank has", got)
         named = {name for spec in mapped.specs for entry in spec for name in _names(entry)}
-        wrong = [name for name in mapped.manual if name not in own and name in named and sizes[name] > 1]
+        wrong = [name for name in mapped.manual if name not in mine and name in named and sizes[name] > 1]
         if wrong:
             rule = f"inside a stage, values are those of one replica: what is divided over {wrong[0]!r} is divided already"
-            fix = f"leave {wrong[0]!r} out of in_specs and out_specs, or pass axis_names={set(own) or set('model')}"
+            fix = f"leave {wrong[0]!r} out of in_specs and out_specs, or pass axis_names={set(mine) or {MODEL}}"
             raise _error(eqn, rule, f"in_specs or out_specs that name {wrong[0]!r}", fix)
-        inside = replace(scope, gone={**scope.gone, **{name: sizes[name] for name in mapped.manual.difference(own)}})
-        if not own:
+        inside = replace(scope, gone={**scope.gone, **{name: sizes[name] for name in mapped.manual.difference(mine)}})
+        if not mine:
             inputs = zip((*mapped.body.constvars, *mapped.body.invars), eqn.invars, strict=True)
             return self._body(mapped.body, inside, dict(inputs))
-        inside = replace(inside, mesh=scope.mesh.update_axis_types(dict.fromkeys(own, AxisType.Manual)))
+        inside = replace(inside, mesh=scope.mesh.update_axis_types(dict.fromkeys(map(self._own, mine), AxisType.Manual)))
         specs = tuple(self._spec(eqn, spec, sizes, scope) for spec in mapped.specs)
-        new = ShardMap(self.moved(mapped.body, inside), scope.mesh, specs, frozenset(own))
+        new = ShardMap(self.moved(mapped.body, inside), scope.mesh, specs, frozenset(map(self._own, mine)))
         return self._told(with_shard_map(eqn, new), scope)
 
     def _collective(self, eqn: JaxprEqn, names: Sequence[str], scope: _Scope) -> Lines:
@@ -328,15 +347,21 @@ class _Mover:
         wrong = [name for name in names if scope.gone.get(name, 1) > 1]
         if wrong and kind not in _VARYING:
             rule = "a collective inside shard_map is one between the shards of a rank"
-            fix = "leave the axis out of axis_names, and call the collective outside of shard_map" if wrong[0] == DATA else _FIX
+            outside = "leave the axis out of axis_names, and call the collective outside of shard_map"
+            fix = outside if self._own(wrong[0]) == DATA else _FIX
             raise _error(eqn, rule, f"{kind.removesuffix('_invariant')} over {wrong[0]!r}", fix)
         kept = [name for name in names if name not in scope.gone and self._divides(name)]
-        if len(kept) == len(names):
-            return self._told(eqn, scope)
-        if kept and "axes" not in eqn.params:
-            raise _error(eqn, "a collective is over the axes that a rank has", f"{kind} over {names}", _FIX)
+        own = tuple(dict.fromkeys(map(self._own, kept)))
+        counts = {axis: math.prod(self._count[name] for name in kept if self._own(name) == axis) for axis in own}
+        parts = [axis for axis in own if counts[axis] != self._sizes[axis]]
+        if parts or (kept and len(own) < len(names) and "axes" not in eqn.params):
+            rule = "a collective is over all axes that stand for the same axis of a rank, and no other"
+            fix = f"name all axes that stand for {parts[0]!r}" if parts else _FIX
+            raise _error(eqn, rule, f"{kind} over {', '.join(map(repr, names))}", fix)
         if kept:
-            return self._told(eqn.replace(params={**eqn.params, "axes": tuple(kept)}), scope)
+            name = "axes" if "axes" in eqn.params else "axis_name"
+            value = own if isinstance(eqn.params[name], tuple) else own[0]
+            return self._told(eqn.replace(params={**eqn.params, name: value}), scope)
         if kind in _VARYING:
             return [], eqn.invars
         bind: Callable[..., Tree] = lambda *args: eqn.primitive.bind(*args, **eqn.params)  # noqa: E731
@@ -347,24 +372,32 @@ class _Mover:
     def _spec(self, eqn: JaxprEqn, spec: PartitionSpec, sizes: Mapping[str, int], scope: _Scope) -> PartitionSpec:
         """A sharding over the axes of a rank that are not apart."""
         wrong = [
-            name for given in spec for name in _names(given) if name not in (*self._sizes, PIPE, DATA, MODEL) and sizes[name] > 1
+            name
+            for given in spec
+            for name in _names(given)
+            if self._own(name) not in (*self._sizes, PIPE, DATA, MODEL) and sizes[name] > 1
         ]
         if wrong and self._sizes:
             rule = f"inside a stage, values are sharded over the axes of a rank: {', '.join(map(repr, self._sizes))}"
             raise _error(eqn, rule, f"the axis {wrong[0]!r}")
 
         def entry(given: Tree) -> Tree:
-            own = tuple(name for name in _names(given) if self._divides(name) and name not in scope.mesh.manual_axes)
+            names = dict.fromkeys(self._own(name) for name in _names(given) if self._divides(name))
+            own = tuple(name for name in names if name not in scope.mesh.manual_axes)
             return given if given is PartitionSpec.UNCONSTRAINED else own or None
 
         return PartitionSpec(*map(entry, spec))
 
     def _divides(self, name: str) -> bool:
         """Whether a rank has several devices along an axis."""
-        return self._sizes.get(name, 1) > 1
+        return self._sizes.get(self._own(name), 1) > 1
+
+    def _own(self, name: str) -> str:
+        """What an axis is called on a rank."""
+        return self._axis.get(name, name)
 
     def _fresh(self, atom: Atom, scope: _Scope) -> Leaf:
-        return on_mesh(atom, scope.mesh, lambda names: [name for name in names if self._divides(name)])
+        return on_mesh(atom, scope.mesh, lambda names: [self._own(name) for name in names if self._divides(name)])
 
     def _bound(self, effects: Iterable[_T]) -> frozenset[_T]:
         """The effects without those that name an axis which programs on a rank do not have."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jaxpp.stages.axes import AxisEnv, RankAxes, communicates, divides, moved
+from jaxpp.stages.axes import AxisEnv, RankAxes, axes_named, divides, moved
 from jaxpp.stages.jaxpr import (
     CALLS,
     CHECKPOINTS,
@@ -44,7 +44,7 @@ class Graph:
     constants: Mapping[Var, jax.Array]  # arrays the function closed over, by variable
     env: AxisEnv = ()  # the axes that collectives among the equations may be over
     sharded: bool = False  # whether the function said itself how its values are divided among devices
-    communicates: bool = False  # whether it has collectives between replicas
+    communicates: AxisEnv = ()  # the names of axes over which it has collectives between replicas
 
     def function(self, eqns: Iterable[int], inputs: Sequence[Var], outputs: Sequence[Atom]) -> Callable[..., list[jax.Array]]:
         """The function of ``inputs`` that runs the equations numbered ``eqns`` and returns ``outputs``."""
@@ -116,7 +116,8 @@ def trace(
     env = env if axes is None else axes.env
     made = jax.make_jaxpr(function, axis_env=env, return_shape=True)
     closed, shapes = made(*args) if axes is None else axes.in_force(lambda: made(*args))
-    said = axes is not None and divides(closed.jaxpr.eqns), axes is not None and communicates(closed.jaxpr.eqns)
+    named = set() if axes is None else axes_named(closed.jaxpr.eqns)
+    said = axes is not None and divides(closed.jaxpr.eqns), tuple(pair for pair in env if pair[0] in named)
     closed = closed if axes is None else moved(closed, axes)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     whole = Graph((), (), tuple(closed.jaxpr.invars), tuple(closed.jaxpr.outvars), constants, env, *said)

@@ -216,6 +216,90 @@ def test_a_collective_over_data_is_one_between_replicas(between, options):
         np.testing.assert_allclose(state.params[name], leaf - 0.1 * grads[name], rtol=1e-4, atol=1e-5)
 
 
+NAMES = {
+    "usual names": ({"mesh": ((2, 2, 2), ("stage", "replica", "tensor"))}, "replica", "tensor"),
+    "names of one's own": (
+        {"mesh": ((2, 2, 2), ("a", "b", "c")), "axes": {"pipe": "a", "data": "b", "model": "c"}},
+        "b",
+        "c",
+    ),
+    "two axes of replicas": (
+        {"mesh": ((2, 2, 2), ("replica", "pipe", "fsdp")), "axes": {"data": ("replica", "fsdp")}},
+        ("replica", "fsdp"),
+        None,
+    ),
+    "a name for the replicas": ({"data_parallel": 2, "axes": {"data": "batch"}}, "batch", None),
+    "a name beside the mesh's": ({"mesh": ((2, 2, 2), ("pipe", "data", "model")), "axes": {"data": "batch"}}, "batch", "model"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")
+@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name == "names of one's own" else LONG) for name in NAMES])
+def test_axes_may_have_other_names(case):
+    options, data, model = NAMES[case]
+    if "mesh" in options:
+        options = options | {"mesh": mesh_of(*options["mesh"][0], names=options["mesh"][1])}
+    between = normalised(data)
+    if model:
+        options = options | {"shardings": {"l0": P(None, model), "l1": P(model, None), "l2": "column"}}
+        inner = between
+        between = lambda x: constrained(P(None, model))(inner(x))  # noqa: E731
+    pipe = jaxpp.Pipeline(chain(between, jnp.tanh), optax.sgd(0.1), num_stages=2, num_microbatches=1, **options)
+    state = pipe.init(params(), BATCH)
+    pipe.verify(state, BATCH)
+    state, _ = pipe.step(state, BATCH)
+    grads = jax.grad(chain(whole, jnp.tanh))(params(), BATCH)
+    for name, leaf in params().items():
+        np.testing.assert_allclose(state.params[name], leaf - 0.1 * grads[name], rtol=1e-4, atol=1e-5)
+    if model:
+        assert state.params["l0"].sharding.spec == P(None, "model")
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")
+def test_a_collective_over_one_of_two_axes_of_replicas_is_refused():
+    options = {"mesh": mesh_of(2, 2, 2, names=("replica", "pipe", "fsdp")), "axes": {"data": ("replica", "fsdp")}}
+    pipe = jaxpp.Pipeline(chain(normalised("fsdp")), optax.sgd(0.1), num_stages=2, num_microbatches=1, **options)
+    with pytest.raises(LossError, match="name all axes that stand for 'data'"):
+        pipe.init(params(), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("axes", "line"),
+    [
+        ("fsdp", "it says what your axes are to a pipeline"),
+        ({"tensor": "c"}, "Got: 'tensor'"),
+        ({"data": "a", "model": "a"}, "name each axis once"),
+        (None, "axes={\"data\": 'c'}"),
+    ],
+)
+def test_wrong_axes_are_refused(axes, line):
+    with pytest.raises(ArgumentError) as error:
+        jaxpp.Pipeline(
+            chain(nn.relu), optax.sgd(0.1), num_stages=2, mesh=mesh_of(2, 2, names=("pipe", "c")), axes=axes, num_microbatches=2
+        )
+    assert line in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"data_parallel": 2}, pytest.param({"mesh": (2, 2, 2), "shardings": RULES}, marks=LONG)], ids=["replicas", "mesh"]
+)
+def test_gradients_and_stages_by_hand_have_replicas_and_shards_too(options):
+    if "mesh" in options:
+        options = options | {"mesh": mesh_of(*options["mesh"])}
+    expected = jax.value_and_grad(chain(nn.relu))(params(), BATCH)
+    loss, grads = jaxpp.value_and_grad(chain(nn.relu), num_stages=2, num_microbatches=2, **options)(params(), BATCH)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
+    for name, leaf in grads.items():
+        np.testing.assert_allclose(leaf, expected[1][name], rtol=1e-4, atol=1e-6)
+    stages = [lambda p, x: nn.relu(x @ p["w"]), lambda p, x: x @ p["w"]]
+    options |= {"shardings": {"0/w": "column"}} if "shardings" in options else {}
+    pipe = jaxpp.Pipeline.from_stages(
+        stages, loss=lambda y, t: jnp.mean((y - t) ** 2), optimizer=optax.sgd(0.1), num_microbatches=2, **options
+    )
+    state = pipe.init([{"w": params()["l0"]}, {"w": params()["l1"]}], (BATCH, BATCH))
+    pipe.verify(state, (BATCH, BATCH))
+
+
 REFUSED = {
     "a map over data": (
         mapped(nn.relu, P("data", "model"), mesh=MESH),
