@@ -29,6 +29,7 @@ from jaxpp.engine.tracing import check_key
 from jaxpp.errors import ArgumentError, ParamsError, StateError
 from jaxpp.errors.checks import check_function
 from jaxpp.errors.tracebacks import current_trace, entries, leave
+from jaxpp.errors.user_mesh import set_aside
 from jaxpp.forward.prompts import Places, Prompts, Rows, Token
 from jaxpp.forward.ring import AHEAD, CompiledPass, Group, Lasting, Passes, Request, Ring, passes_of, prompts_of
 from jaxpp.forward.sampling import NextToken
@@ -93,7 +94,7 @@ class Generation(Iterator[Token]):
         trace = current_trace()
         try:
             if not self._made:
-                with Hold(_WAITED, _BROKE_OFF, (signal.SIGINT,)) as hold:
+                with set_aside(), Hold(_WAITED, _BROKE_OFF, (signal.SIGINT,)) as hold:
                     hold.begin()
                     self._made.extend(itertools.islice(self._tokens, 1))
             if not self._made and not self._ended:  # it must not look as if it had made all its tokens

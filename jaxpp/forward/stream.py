@@ -14,6 +14,7 @@ import jax
 
 from jaxpp.errors import ArgumentError, BatchError, shown
 from jaxpp.errors.tracebacks import current_trace, entries, is_ctrl_c, leave
+from jaxpp.errors.user_mesh import set_aside
 from jaxpp.schedule.validate import is_count
 from jaxpp.types import Batch, Tree
 
@@ -84,7 +85,8 @@ class Stream(Iterator[Tree]):
             if flight and flight[-1][2] == _PULLED:
                 batch, number, _ = flight[-1]
                 try:
-                    flight[-1] = (run(number, batch), number, _DISPATCHED)
+                    with set_aside():
+                        flight[-1] = (run(number, batch), number, _DISPATCHED)
                 except Exception as error:  # noqa: BLE001  (raised when it is its turn)
                     if is_ctrl_c(error):
                         raise KeyboardInterrupt from None

@@ -158,9 +158,11 @@ def test_a_mesh_that_is_set_stays_so_and_the_other_front_doors_do_not_mind_it():
         forward = jaxpp.Forward(lambda p, b: nn.relu(b @ p["l0"]) @ p["l1"], num_stages=2, num_microbatches=2)
         held = forward.init(params(), BATCH)
         outputs = forward.apply(held, BATCH)
+        streamed = np.concatenate(list(forward.stream(held, [BATCH[:8], BATCH[8:11], BATCH[11:]])))
         loss, grads = jaxpp.value_and_grad(chain(nn.relu), num_stages=2, num_microbatches=2)(params(), BATCH)
         assert jax.sharding.get_abstract_mesh().shape == {"x": 2}
-    np.testing.assert_allclose(outputs, nn.relu(BATCH @ params()["l0"]) @ params()["l1"], rtol=1e-5)
+    for found in (outputs, streamed):
+        np.testing.assert_allclose(found, nn.relu(BATCH @ params()["l0"]) @ params()["l1"], rtol=1e-5)
     expected = jax.value_and_grad(chain(nn.relu))(params(), BATCH)
     np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
     np.testing.assert_allclose(grads["l2"], expected[1]["l2"], rtol=1e-4, atol=1e-7)
