@@ -167,7 +167,7 @@ class _Writer:
         for leaf, (vector, pack) in packed.items():
             at = pack.members.index(Ref(Role.GRAD, leaf))
             self.vectors[vector] = pack.aval
-            self.held[vector.stage, inputs.grads[leaf]] = vector, _Part(*pack.bounds[at], pack.shapes[at])
+            self.held[vector.stage, inputs.grads[leaf]] = vector, _Part(*pack.bounds[at], pack.avals[at].shape)
         self.serial = 0
         self.own = descendants(graph, [var for var, name in self.source.items() if (name.ref.role, name.ref.index) in own])
 

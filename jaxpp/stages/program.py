@@ -14,6 +14,7 @@ from functools import cached_property
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpp.stages.axes import AxisEnv
 from jaxpp.stages.cost import count_bytes
@@ -104,42 +105,56 @@ SMALL = 1 << 12  # Bytes up to which an array is packed
 
 @dataclass(frozen=True)
 class Pack:
-    """A vector that holds several arrays of one dtype, end to end."""
+    """A vector that holds several arrays end to end: arrays of its dtype, and truth values as zeros and ones."""
 
     ref: Ref  # the name of the vector
     members: tuple[Ref, ...]  # the names of the arrays in it
-    shapes: tuple[tuple[int, ...], ...]  # their shapes
-    dtype: DType
+    avals: tuple[jax.ShapeDtypeStruct, ...]  # their shapes and dtypes; the first has the vector's dtype
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """Where each array begins and ends."""
-        ends = list(itertools.accumulate(map(math.prod, self.shapes)))
+        ends = list(itertools.accumulate(math.prod(aval.shape) for aval in self.avals))
         return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the vector."""
-        return jax.ShapeDtypeStruct((self.bounds[-1][1],), self.dtype)
+        return jax.ShapeDtypeStruct((self.bounds[-1][1],), self.avals[0].dtype)
 
     def join(self, values: Mapping[Ref, jax.Array]) -> jax.Array:
         """The vector of the arrays."""
-        return jnp.concatenate([jnp.ravel(values[ref]) for ref in self.members])
+        return jnp.concatenate([jnp.ravel(values[ref]).astype(self.avals[0].dtype) for ref in self.members])
 
     def split(self, vector: jax.Array) -> dict[Ref, jax.Array]:
         """The arrays of the vector."""
-        parts = zip(self.members, self.shapes, self.bounds, strict=True)
-        return {ref: jax.lax.slice(vector, (start,), (end,)).reshape(shape) for ref, shape, (start, end) in parts}
+        parts = [jax.lax.slice(vector, (start,), (end,)) for start, end in self.bounds]
+        return {
+            ref: part.reshape(aval.shape).astype(aval.dtype)
+            for ref, aval, part in zip(self.members, self.avals, parts, strict=True)
+        }
 
 
 def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int = SMALL) -> tuple[Pack, ...]:
-    """One pack for each dtype of which at least two arrays are small."""
-    by_dtype: dict[DType, dict[Ref, tuple[int, ...]]] = {}
+    """One pack for each dtype of which at least two arrays are small.
+
+    Truth values go into the vector of the narrowest numbers, where they are still small: one kernel packs both.
+    """
+    groups: dict[DType, dict[Ref, Aval]] = {}
     for ref, aval in zip(refs, avals, strict=True):
         if 0 < count_bytes(aval) <= limit and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-            by_dtype.setdefault(aval.dtype, {})[ref] = aval.shape
-    groups = enumerate((dtype, group) for dtype, group in by_dtype.items() if len(group) > 1)
-    return tuple(Pack(replace(name, index=-1 - k), tuple(group), tuple(group.values()), dtype) for k, (dtype, group) in groups)
+            groups.setdefault(aval.dtype, {})[ref] = aval
+    truths = groups.pop(np.dtype(bool), {})
+    groups = {dtype: group for dtype, group in groups.items() if len(group) > 1}
+    if groups:
+        narrowest = min(groups, key=lambda dtype: dtype.itemsize)
+        groups[narrowest] |= {r: aval for r, aval in truths.items() if math.prod(aval.shape) * narrowest.itemsize <= limit}
+        truths = {ref: aval for ref, aval in truths.items() if ref not in groups[narrowest]}
+    packs = [*groups.values(), *([truths] if len(truths) > 1 else [])]
+    return tuple(
+        Pack(replace(name, index=-1 - k), tuple(pack), tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in pack.values()))
+        for k, pack in enumerate(packs)
+    )
 
 
 def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] = ()) -> Program:

@@ -473,7 +473,7 @@ class StagePrograms:
             for k, ref in enumerate(outputs):
                 results[ref] = added[k].added(totals.get(ref), scale, values) if k in added else next(values)
             for pack in packs:
-                missing = {ref: jnp.zeros(shape, pack.dtype) for ref, shape in zip(pack.members, pack.shapes, strict=True)}
+                missing = {ref: jnp.zeros(aval.shape, aval.dtype) for ref, aval in zip(pack.members, pack.avals, strict=True)}
                 share = pack.join(missing | results)
                 results[pack.ref] = totals[pack.ref] + share if pack.ref in totals else share
             return [results[ref] for ref in returned]

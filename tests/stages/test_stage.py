@@ -20,7 +20,7 @@ from jaxpp.stages.cuts.balance import balance, owners, resolve
 from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.graph import descendants, trace
 from jaxpp.stages.loss.traced_loss import trace_loss
-from jaxpp.stages.program import SMALL, Role
+from jaxpp.stages.program import SMALL, Ref, Role, packs_of
 from jaxpp.targets import target
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from models.gpt import GPT
@@ -147,6 +147,25 @@ def test_small_statics_are_one_vector_that_the_programs_of_the_stage_slice():
         assert vectors.keys() <= set(code.forward.inputs)
         for program in programs:
             assert {ref for ref in program.inputs if ref.role == Role.STATIC} <= set(names)
+
+
+def test_small_truth_values_lie_in_the_vector_of_the_narrowest_small_numbers():
+    """Batch normalisation keeps a mask a channel, beside two numbers: a vector of masks would be a kernel more in each forward."""
+    many = jnp.arange(SMALL) % 3 == 0  # small, but not where each value takes two bytes
+    halves = jnp.full(2, 0.5, "bfloat16"), jnp.arange(4, dtype="bfloat16")
+    arrays = [jnp.ones(3), halves[0], jnp.array([[True], [False]]), halves[1], -jnp.ones(1), many]
+    refs = [Ref(Role.RESIDUAL, k) for k in range(len(arrays))]
+    packs = packs_of(refs, arrays, Ref(Role.RESIDUAL))
+    assert [[ref.index for ref in pack.members] for pack in packs] == [[0, 4], [1, 3, 2]]
+    assert [pack.ref.index for pack in packs] == [-1, -2]
+    assert [(pack.aval.dtype, pack.aval.size) for pack in packs] == [(jnp.float32, 4), (jnp.bfloat16, 8)]
+    given = dict(zip(refs, arrays, strict=True))
+    for pack in packs:
+        for ref, part in pack.split(pack.join(given)).items():
+            assert part.dtype == given[ref].dtype
+            np.testing.assert_array_equal(part, given[ref])
+    truths = [jnp.ones(2, bool), jnp.zeros(3, bool), jnp.ones(3)]
+    assert [pack.aval.dtype for pack in packs_of(refs[:3], truths, Ref(Role.RESIDUAL))] == [bool]  # where there is no other vector
 
 
 @pytest.mark.targets

@@ -200,7 +200,7 @@ def test_every_sum_of_gradients_is_added_to_in_place(compiled, name):
             assert len(aliased(instruction.call.as_text())) == len(line.donated), line.label
 
 
-@pytest.mark.parametrize(("name", "kernels", "moved"), [("gpt", 1.0, 1.0), ("resnet", 1.03, 1.02), ("scanned", 0.75, 0.65)])
+@pytest.mark.parametrize(("name", "kernels", "moved"), [("gpt", 1.0, 1.0), ("resnet", 1.02, 1.02), ("scanned", 0.75, 0.65)])
 def test_forwards_and_backwards_run_about_the_kernels_and_move_about_the_bytes_of_the_plain_step(compiled, name, kernels, moved):
     model, _, programs = compiled(name)
     own, whole = of_microbatches(programs), plain(model)
