@@ -138,7 +138,9 @@ class Pack:
 def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int = SMALL) -> tuple[Pack, ...]:
     """One pack for each dtype of which at least two arrays are small.
 
-    Truth values go into the vector of the narrowest numbers, where they are still small: one kernel packs both.
+    Truth values along one axis, such as a mask of channels, go into the vector of the narrowest numbers, if they are small there:
+    one kernel packs both. Not those of a matrix: a product may read what they select, and XLA for GPUs fails to compile a product
+    into which it has fused their comparison with zero.
     """
     groups: dict[DType, dict[Ref, Aval]] = {}
     for ref, aval in zip(refs, avals, strict=True):
@@ -148,7 +150,9 @@ def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int =
     groups = {dtype: group for dtype, group in groups.items() if len(group) > 1}
     if groups:
         narrowest = min(groups, key=lambda dtype: dtype.itemsize)
-        groups[narrowest] |= {r: aval for r, aval in truths.items() if math.prod(aval.shape) * narrowest.itemsize <= limit}
+        longest = {ref: max(aval.shape, default=1) for ref, aval in truths.items()}
+        along_one = {ref: aval for ref, aval in truths.items() if math.prod(aval.shape) == longest[ref]}
+        groups[narrowest] |= {ref: aval for ref, aval in along_one.items() if longest[ref] * narrowest.itemsize <= limit}
         truths = {ref: aval for ref, aval in truths.items() if ref not in groups[narrowest]}
     packs = [*groups.values(), *([truths] if len(truths) > 1 else [])]
     return tuple(

@@ -164,8 +164,10 @@ def test_small_truth_values_lie_in_the_vector_of_the_narrowest_small_numbers():
         for ref, part in pack.split(pack.join(given)).items():
             assert part.dtype == given[ref].dtype
             np.testing.assert_array_equal(part, given[ref])
-    truths = [jnp.ones(2, bool), jnp.zeros(3, bool), jnp.ones(3)]
-    assert [pack.aval.dtype for pack in packs_of(refs[:3], truths, Ref(Role.RESIDUAL))] == [bool]  # where there is no other vector
+    alone = [jnp.ones(2, bool), jnp.zeros(3, bool), jnp.ones(3)]
+    matrices = [jnp.ones((2, 2), bool), jnp.zeros((2, 2), bool), jnp.ones(3), jnp.ones(3)]
+    for given, dtypes in ((alone, [bool]), (matrices, [jnp.float32, bool])):  # no other vector; masks that products may read
+        assert [pack.aval.dtype for pack in packs_of(refs[: len(given)], given, Ref(Role.RESIDUAL))] == dtypes
 
 
 @pytest.mark.targets
