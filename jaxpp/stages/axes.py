@@ -40,9 +40,10 @@ from jaxpp.stages.jaxpr import (
     named_axes,
     new_variable,
     on_mesh,
-    shapes_of,
     shard_map_of,
+    traced_inside,
     user_line,
+    varying_shapes,
     with_params,
     with_shard_map,
 )
@@ -175,13 +176,14 @@ class _Scope:
     mesh: AbstractMesh  # in force there
     gone: Mapping[str, int] = field(default_factory=dict)  # axes over which the function maps and a rank does not; their sizes
     in_rule: bool = False  # whether it is in the derivative of a function that has one of its own
+    checked: frozenset[str] = frozenset()  # the axes of maps around it that check along which of them values vary
 
 
 class _Mover:
     """Copies jaxprs for the mesh of a rank."""
 
     def __init__(self, axes: RankAxes):
-        self._sizes, self._env = axes.sizes, axes.env
+        self._sizes, self._env, self._outside = axes.sizes, axes.env, axes.apart
         self._axis = {name: axis for name, axis, _ in axes.names}
         self._count = {name: size for name, _, size in axes.names} | self._sizes
         self._known: dict[Hashable, Jaxpr] = {}
@@ -189,7 +191,7 @@ class _Mover:
 
     def moved(self, jaxpr: Jaxpr, scope: _Scope) -> Jaxpr:
         """A jaxpr as it stands in ``scope``; made once."""
-        key = jaxpr, scope.mesh, frozenset(scope.gone), scope.in_rule
+        key = jaxpr, scope.mesh, frozenset(scope.gone), scope.in_rule, scope.checked
         if key not in self._known:
             atoms: dict[Var, Atom] = {var: self._fresh(var, scope) for var in (*jaxpr.constvars, *jaxpr.invars)}
             inputs, split = list(atoms.values()), len(jaxpr.constvars)
@@ -206,13 +208,13 @@ class _Mover:
             return [self._fresh(atom, scope) if isinstance(atom, Literal) else atoms[atom] for atom in given]
 
         for eqn in jaxpr.eqns:
-            eqns, results = self._lines(eqn.replace(invars=resolved(eqn.invars)), mesh_of(eqn), scope)
+            eqns, results = self._lines(eqn.replace(invars=resolved(eqn.invars)), eqn, scope)
             lines += eqns
             atoms.update(zip(eqn.outvars, results, strict=True))
         return lines, resolved(jaxpr.outvars)
 
-    def _lines(self, eqn: JaxprEqn, mesh: AbstractMesh, scope: _Scope) -> Lines:
-        """What becomes of an equation that was traced with ``mesh`` in force."""
+    def _lines(self, eqn: JaxprEqn, before: JaxprEqn, scope: _Scope) -> Lines:
+        """What becomes of an equation, which is ``before`` with operands of a rank."""
         mapped, sharding, names = shard_map_of(eqn), constraint_of(eqn), named_axes(eqn)
         if mapped is not None:
             return self._map(eqn, mapped, scope)
@@ -221,8 +223,8 @@ class _Mover:
         if names:
             return self._collective(eqn, names, scope)
         plain = called(eqn, CUSTOM_RULES)
-        if plain is not None and (scope.in_rule or not mesh.empty):
-            return self._custom(eqn, plain, mesh, scope)
+        if plain is not None and (scope.in_rule or not mesh_of(before).empty):
+            return self._custom(eqn, plain, before, scope)
         new = with_params(eqn, lambda name, value: self._parameter(name, value, scope))
         return self._told(new, scope)
 
@@ -243,9 +245,9 @@ class _Mover:
             return self._made(eqn, run, scope)
         return [new], outs
 
-    def _custom(self, eqn: JaxprEqn, plain: ClosedJaxpr, mesh: AbstractMesh, scope: _Scope) -> Lines:
+    def _custom(self, eqn: JaxprEqn, plain: ClosedJaxpr, before: JaxprEqn, scope: _Scope) -> Lines:
         """A function with a derivative of its own, whose rule is traced now: later it would be with another mesh in force."""
-        avals = shapes_of(eqn.invars)
+        mesh, avals = mesh_of(before), varying_shapes(before.invars)
         primal = jaxpr_as_fun(ClosedJaxpr(self.moved(plain.jaxpr, scope), plain.consts))
         if scope.in_rule:  # nobody differentiates twice
             return self._made(eqn, primal, scope)
@@ -254,8 +256,9 @@ class _Mover:
         run = function_of([eqn.replace(invars=inputs)], inputs, eqn.outvars)
 
         def moved(function: Callable[..., Tree], *args: Tree) -> tuple[Callable[..., list[jax.Array]], Tree]:
-            with jax.sharding.use_abstract_mesh(_NO_MESH), jax.sharding.use_abstract_mesh(mesh):
-                closed, shapes = jax.make_jaxpr(function, axis_env=self._env, return_shape=True)(*args)
+            make = jax.make_jaxpr(function, axis_env=self._env, return_shape=True)
+            closed, shapes = traced_inside(mesh, scope.checked, lambda: make(*args))
+            shapes = jax.tree.structure(shapes).unflatten(varying_shapes(closed.jaxpr.outvars))
             return jaxpr_as_fun(ClosedJaxpr(self.moved(closed.jaxpr, replace(scope, in_rule=True)), closed.consts)), shapes
 
         def inexact(args: Sequence[_T]) -> list[_T]:
@@ -294,8 +297,8 @@ class _Mover:
 
     def _made(self, eqn: JaxprEqn, function: Callable[..., Tree], scope: _Scope) -> Lines:
         """The equations of a function of an equation's operands, in the equation's module."""
-        with jax.sharding.use_abstract_mesh(scope.mesh):
-            eqns, results = equations_of(function, eqn.invars, self._env)
+        checked = set(map(self._own, scope.checked)).intersection(scope.mesh.manual_axes).difference(self._outside)
+        eqns, results = traced_inside(scope.mesh, checked, lambda: equations_of(function, eqn.invars, self._env))
         return [each.replace(source_info=eqn.source_info) for each in eqns], results
 
     def _parameter(self, name: str, value: Tree, scope: _Scope) -> Tree:
@@ -333,13 +336,16 @@ class _Mover:
             rule = f"inside a stage, values are those of one replica: what is divided over {wrong[0]!r} is divided already"
             fix = f"leave {wrong[0]!r} out of in_specs and out_specs, or pass axis_names={set(mine) or {MODEL}}"
             raise _error(eqn, rule, f"in_specs or out_specs that name {wrong[0]!r}", fix)
-        inside = replace(scope, gone={**scope.gone, **{name: sizes[name] for name in mapped.manual.difference(mine)}})
+        checked = scope.checked | mapped.manual if mapped.checked else frozenset()
+        gone = {**scope.gone, **{name: sizes[name] for name in mapped.manual.difference(mine)}}
+        inside = replace(scope, gone=gone, checked=checked)
         if not mine:
             inputs = zip((*mapped.body.constvars, *mapped.body.invars), eqn.invars, strict=True)
             return self._body(mapped.body, inside, dict(inputs))
         inside = replace(inside, mesh=scope.mesh.update_axis_types(dict.fromkeys(map(self._own, mine), AxisType.Manual)))
         specs = tuple(self._spec(eqn, spec, sizes, scope) for spec in mapped.specs)
-        new = ShardMap(self.moved(mapped.body, inside), scope.mesh, specs, frozenset(map(self._own, mine)))
+        manual = frozenset(map(self._own, mine))
+        new = ShardMap(self.moved(mapped.body, inside), scope.mesh, specs, manual, mapped.checked)
         return self._told(with_shard_map(eqn, new), scope)
 
     def _collective(self, eqn: JaxprEqn, names: Sequence[str], scope: _Scope) -> Lines:
@@ -362,7 +368,7 @@ class _Mover:
             name = "axes" if "axes" in eqn.params else "axis_name"
             value = own if isinstance(eqn.params[name], tuple) else own[0]
             return self._told(eqn.replace(params={**eqn.params, name: value}), scope)
-        if kind in _VARYING:
+        if kind in _VARYING or kind in _REDUCTIONS:
             return [], eqn.invars
         bind: Callable[..., Tree] = lambda *args: eqn.primitive.bind(*args, **eqn.params)  # noqa: E731
         for name in names:  # of one device each
@@ -405,6 +411,7 @@ class _Mover:
 
 
 _VARYING = frozenset({"pvary", "pcast"})  # Kinds that say along which axes a value varies, and do nothing
+_REDUCTIONS = frozenset({"psum", "psum_invariant", "pmax", "pmin"})  # Kinds that give back what the only device along an axis has
 _UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda: 0))().eqns[0].params["out_shardings"][0]
 
 

@@ -9,14 +9,16 @@ import math
 import pathlib
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding, use_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding, use_abstract_mesh
 
 from jaxpp.types import Aval, Leaf, Tree
+
+_T = TypeVar("_T")
 
 Atom = Var | Literal  # What an equation reads: a variable or a number
 
@@ -75,6 +77,31 @@ def shapes_of(atoms: Iterable[Atom | Aval]) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
 
 
+def varying_shapes(atoms: Iterable[Atom]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shape and dtype of each, and along which axes of its mesh it varies (inside a ``jax.shard_map``)."""
+
+    def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
+        aval = aval_of(atom)
+        manual = getattr(aval, "manual_axis_type", None)
+        if manual is None or not manual.varying:
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding, manual_axis_type=manual)
+
+    return tuple(map(shape_of, atoms))
+
+
+def traced_inside(mesh: AbstractMesh, mapped: Collection[str], trace: Callable[[], _T]) -> _T:
+    """What ``trace`` finds with ``mesh`` in force, inside a ``jax.shard_map`` over ``mapped`` that checks how values vary."""
+    found: list[_T] = []
+    outside = mesh.update_axis_types(dict.fromkeys(mapped, AxisType.Auto))
+    with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(outside):  # JAX goes from one to another by none
+        if not mapped:
+            return trace()
+        run = jax.shard_map(lambda: found.append(trace()), in_specs=(), out_specs=None, axis_names=set(mapped))
+        jax.eval_shape(run)
+    return found[0]
+
+
 def new_variable(like: Atom, shape: tuple[int, ...] | None = None) -> Var:
     """A variable like another, with another shape if one is given."""
     return Var(aval_of(like) if shape is None else aval_of(like).update(shape=shape))
@@ -99,8 +126,10 @@ def equations_of(
 
     ``env``: the axes over which it may communicate.
     """
-    jaxpr = jax.make_jaxpr(function, axis_env=env)(*shapes_of(atoms)).jaxpr
+    closed = jax.make_jaxpr(function, axis_env=env)(*varying_shapes(atoms))
+    jaxpr = closed.jaxpr
     names: dict[Var, Atom] = dict(zip(jaxpr.invars, atoms, strict=True))
+    names |= {var: Literal(np.asarray(value), var.aval) for var, value in zip(jaxpr.constvars, closed.consts, strict=True)}
     names |= {var: Var(var.aval) for eqn in jaxpr.eqns for var in eqn.outvars}
 
     def renamed(inner: Iterable[Atom]) -> list[Any]:
@@ -224,6 +253,7 @@ class ShardMap(NamedTuple):
     mesh: AbstractMesh
     specs: tuple[PartitionSpec, ...]  # of operands and results
     manual: frozenset[str]  # the axes over which it maps
+    checked: bool  # whether JAX checks there along which axes values vary
 
 
 def shard_map_of(eqn: JaxprEqn) -> ShardMap | None:
@@ -232,7 +262,8 @@ def shard_map_of(eqn: JaxprEqn) -> ShardMap | None:
         return None
     params = eqn.params
     manual = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
-    return ShardMap(params["jaxpr"], params["mesh"].abstract_mesh, (*params["in_specs"], *params["out_specs"]), frozenset(manual))
+    specs = (*params["in_specs"], *params["out_specs"])
+    return ShardMap(params["jaxpr"], params["mesh"].abstract_mesh, specs, frozenset(manual), params["check_vma"])
 
 
 def with_shard_map(eqn: JaxprEqn, new: ShardMap) -> JaxprEqn:

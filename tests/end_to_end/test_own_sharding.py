@@ -132,6 +132,27 @@ def _alone(case):
     return (lambda x: nn.gelu(nn.gelu(x))) if case == "a loop" else (lambda x: x)
 
 
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning", "ignore::jaxpp.DevicesWarning")
+@pytest.mark.parametrize("names", [pytest.param(None, marks=LONG), {"model"}])
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 2, 1)])
+def test_functions_with_rules_of_their_own_and_collectives_work_in_a_map(sizes, names):
+    # A review found that JAX refused relu there, and every psum over an axis of one device.
+    mesh = mesh_of(*sizes)
+    turn = [(k, (k + 1) % sizes[2]) for k in range(sizes[2])]
+
+    def inside(x):
+        x = nn.relu(jax.lax.ppermute(x, "model", turn) if sizes[2] == 1 else x)
+        x = jax.lax.scan(lambda carry, _: (nn.relu6(doubled(carry)), None), x, None, length=2)[0]
+        return x / jax.lax.psum(jnp.ones_like(x).sum() / 32 + 0 * x.sum(), "model")
+
+    options = {} if names is None else {"axis_names": names}
+    pipe = jaxpp.Pipeline(chain(mapped(inside, mesh=mesh, **options)), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=mesh)
+    state, _ = pipe.step(pipe.init(params(), BATCH), BATCH)
+    grads = jax.grad(chain(lambda x: nn.relu6(2 * nn.relu6(2 * nn.relu(x)))))(params(), BATCH)
+    for name, leaf in params().items():
+        np.testing.assert_allclose(state.params[name], leaf - 0.1 * grads[name], rtol=1e-4, atol=1e-6)
+
+
 WITHOUT_MESH = {
     "a mesh is set": (doubled, lambda: jax.set_mesh(OWN), {}),
     "a constraint on devices of one's own": (constrained(NamedSharding(OWN, P("x"))), nullcontext, {}),
