@@ -166,6 +166,11 @@ def divides(eqns: Iterable[JaxprEqn]) -> bool:
     )
 
 
+def maps(eqns: Iterable[JaxprEqn]) -> bool:
+    """Whether any of the equations, or any equation inside them, is a ``jax.shard_map``."""
+    return any(shard_map_of(eqn) is not None or any(maps(inner.eqns) for inner in inner_jaxprs(eqn)) for eqn in eqns)
+
+
 Lines = tuple[list[JaxprEqn], Sequence[Atom]]  # Equations, and what stands for the results of the one that they are made of
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError, BatchError, ParamsError, StateError, shown
 from jaxpp.errors.checks import check_function
+from jaxpp.stages.axes import maps
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.program import ACCUMULATED, Ref, Role
 from jaxpp.stages.stacked import Slicing
@@ -75,6 +76,9 @@ def by_hand(
             if cut.loss.graph.communicates:
                 rule = "a stage is run by hand on one device, without the other replicas"
                 raise StateError(where, rule, "a loss with collectives between replicas", fix)
+            if maps(cut.loss.graph.eqns):
+                rule, fix = "a stage is run by hand on one device, without the others of its rank", "take pipe.step"
+                raise StateError(where, rule, "a loss with a jax.shard_map over the devices of a rank", fix)
             if has_state:
                 where, rule = f"pipe.stages[{stage}].forward", "a stage is run by hand on its parameters, its input and the batch"
                 raise StateError(where, rule, "a loss with model state", "run one without has_state, closing over the state")

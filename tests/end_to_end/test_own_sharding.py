@@ -13,7 +13,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxpp
-from jaxpp.errors import ArgumentError, LossError
+from jaxpp.errors import ArgumentError, LossError, StateError
 
 P = PartitionSpec
 LONG = pytest.mark.long
@@ -151,6 +151,17 @@ def test_functions_with_rules_of_their_own_and_collectives_work_in_a_map(sizes, 
     grads = jax.grad(chain(lambda x: nn.relu6(2 * nn.relu6(2 * nn.relu(x)))))(params(), BATCH)
     for name, leaf in params().items():
         np.testing.assert_allclose(state.params[name], leaf - 0.1 * grads[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning", "ignore::jaxpp.DevicesWarning")
+def test_a_stage_that_maps_over_the_devices_of_a_rank_is_not_run_by_hand():
+    mesh = mesh_of(2, 1, 2)
+    between = mapped(nn.gelu, mesh=mesh, axis_names={"model"})
+    pipe = jaxpp.Pipeline(chain(between), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=mesh)
+    state = pipe.init(params(), BATCH)
+    with pytest.raises(StateError, match=r"pipe.stages\[0\].forward: a stage is run by hand on one device") as error:
+        pipe.stages[0].forward(state.params, {}, BATCH)
+    assert "a loss with a jax.shard_map over the devices of a rank" in str(error.value)
 
 
 WITHOUT_MESH = {
