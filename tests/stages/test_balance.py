@@ -12,7 +12,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import CutError
-from jaxpp.stages.cuts.balance import EVEN, REAL_WORK, balance, largest_allowed, least_largest, resolve
+from jaxpp.stages.cuts.balance import REAL_WORK, SLACK, balance, least_largest, resolve
 from jaxpp.stages.loss.traced_loss import trace_loss
 from models.gpt import GPT
 
@@ -167,13 +167,11 @@ def least_by_brute_force(costs, num_stages):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * ("GPT" in name)) for name in MODELS])
-def test_the_largest_stage_is_within_five_percent_of_the_least_possible_and_within_four_of_the_mean_if_any_cut_is(name):
+def test_the_largest_stage_is_within_five_percent_of_the_least_possible_over_all_cuts(name):
     loss = traced(name)
     for num_stages in range(2, min(6, len(loss.spine)) + 1):
         least = least_by_brute_force(loss.costs, num_stages) / sum(loss.costs)
-        largest = max(shares(loss, balance(loss, num_stages)))
-        assert largest <= 1.05 * least
-        assert least * num_stages > 1 + EVEN or largest * num_stages <= (1 + EVEN) * (1 + 1e-9)
+        assert max(shares(loss, balance(loss, num_stages))) <= 1.05 * least
         assert least_largest(loss, num_stages) == pytest.approx(least * sum(loss.costs), rel=1e-6)
 
 
@@ -194,8 +192,7 @@ def test_no_stage_is_empty_where_that_can_be_avoided_and_then_the_fewest_bytes_c
         every = np.asarray(list(itertools.combinations(range(1, size), num_stages - 1)))
         ends = np.concatenate([np.zeros((len(every), 1), int), every, np.full((len(every), 1), size)], 1)
         work, params, multiplied = (np.diff(found[ends], axis=1) for found in sums)
-        allowed = largest_allowed(loss, num_stages, least_largest(loss, num_stages)) / sum(loss.costs)
-        fair = work.max(1) <= allowed * (1 + 1e-9)
+        fair = work.max(1) <= (1 + SLACK) * work.max(1).min() * (1 + 1e-9)
         filled = ((work >= REAL_WORK / num_stages) & (params > 0) & (multiplied > 0)).all(1)
         mine = (every == balance(loss, num_stages)).all(1)
         assert (mine & fair).any()

@@ -1,15 +1,13 @@
 """Where to cut: ``num_stages - 1`` positions on the spine of the traced loss, found or named by the user.
 
 A pipeline is as fast as its largest stage, every stage should have something to do, and little should cross, in this order. So
-bisection finds the least that the largest stage can cost. Of the cuts that cost little more (``largest_allowed``), one dynamic
-program keeps those with the fewest stages without real work (a matrix product, a parameter), and of these the one that sends the
-fewest bytes. A second trace of the model (another batch shape, an evaluation loss) is cut where parameters stay with their owners
-(``align``).
+bisection finds the least that the largest stage can cost. Of the cuts that cost at most ``SLACK`` more, one dynamic program keeps
+those with the fewest stages without real work (a matrix product, a parameter), and of these the one that sends the fewest bytes.
+A second trace of the model (another batch shape, an evaluation loss) is cut where parameters stay with their owners (``align``).
 """
 
 import bisect
 import difflib
-import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -27,7 +25,6 @@ _Charges = Callable[[int, slice, int], np.ndarray]  # what a stage is charged fr
 Cuts = tuple[int, ...]  # ``cuts[k]`` is the spine position at which stage k + 1 begins
 
 SLACK = 0.05  # How much more than the least possible the largest stage may cost, for fewer bytes
-EVEN = 0.04  # How much more than the mean it may cost at most, if it need not cost more
 REAL_WORK = 0.01  # the part of the mean cost below which a stage counts as empty; where unavoidable, a hundredth of it is worse
 
 
@@ -40,22 +37,13 @@ def balance(loss: TracedLoss, num_stages: int) -> Cuts:
     least = least_largest(loss, num_stages)
     if least is None:
         raise _divided(loss, num_stages)
-    first = np.searchsorted(total, total - largest_allowed(loss, num_stages, least) * (1 + 1e-12))
+    first = np.searchsorted(total, total - (1 + SLACK) * least * (1 + 1e-12))
     return balance_within(loss, np.tile(first, (num_stages, 1)))
 
 
 def balance_within(loss: TracedLoss, first: Int[np.ndarray, "stages ends"]) -> Cuts:
     """Cut for stages that all have something to do, then for the fewest bytes; a stage begins at ``first[stage, end]`` or later."""
     return _cheapest(loss, first, np.zeros(first.shape), _charged(loss, len(first)))
-
-
-def largest_allowed(loss: TracedLoss, num_stages: int, least: float) -> float:
-    """What the largest stage may cost, for fewer bytes, if it costs ``least`` at the least.
-
-    That is ``SLACK`` more than ``least``; where stages can be about equal, no more than ``EVEN`` above their mean.
-    """
-    even = (1 + EVEN) * float(prefix_sums(loss)[-1]) / num_stages
-    return min((1 + SLACK) * least, even if least <= even else math.inf)
 
 
 def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
