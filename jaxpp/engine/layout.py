@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.sharding_rules import opt_specs_of, specs_of
 from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
-from jaxpp.errors import warn
+from jaxpp.errors import ArgumentError, BatchError, warn
 from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gradients
 from jaxpp.optim.update import Update, opt_name
 from jaxpp.options import Options
@@ -196,6 +196,10 @@ class _Layouts:
         if like or loss.primitives != spine:
             cuts = self._choose(loss, variables[0], specs, tracing.frozen)
         merge = tracing.merge(loss, options.loss_fn, variables, self.microbatch, self.key)
+        if loss.graph.communicates and options.placement.num_replicas > 1 and (merge.weight or num_own(variables[0])):
+            rule = "a collective mixes what the losses of replicas depend on, and these must weigh the same"
+            got = "weights of microbatches" if merge.weight else "replicas with parameters of their own"
+            raise ArgumentError("a loss with collectives between replicas", rule, got, "leave the collectives out, or the weights")
         trained = None if self.optimizer is None else _trained_statistics(given[0], self.frozen)
         unevenness = uneven(loss, cuts) if options.cuts is None and like is None and options.balance != "memory" else None
         owner = owners(loss, cuts)
@@ -466,6 +470,10 @@ class Preparer:
         different = tuple(dict.fromkeys(parts))
         cuts = tuple(self.cut_for(chosen, resized(batch, size, shared), key, train=train) for size in different)
         check_aux([cut.loss for cut in cuts], cuts[0].reducers)
+        if split.num_idle and any(cut.loss.graph.communicates for cut in cuts):
+            count = self.placement.num_replicas
+            rule, fix = "collectives between replicas need as many examples on each", f"pass a multiple of {count} examples"
+            raise BatchError("batch", rule, f"{split.num_examples(count)} examples for {count} replicas", fix)
         weights = None if layout.weight is None else weigh(layout.weight, batch, shared, split, self.placement.num_replicas)
         return Step(
             cuts=cuts,

@@ -310,10 +310,10 @@ def test_an_optimizer_leaf_is_sharded_like_its_parameter():
     ("options", "lines"),
     [
         (
-            {"mesh": Mesh(np.array(jax.devices()).reshape(2, 4), ("pipe", "batch"))},
+            {"mesh": Mesh(np.array(jax.devices()).reshape(2, 4), ("pipe", "rows"))},
             [
                 'mesh: a mesh has axes called "pipe", "data" and "model"',
-                "Got: ('pipe', 'batch').",
+                "Got: ('pipe', 'rows').",
                 "Fix: pass for example jax.make_mesh",
             ],
         ),

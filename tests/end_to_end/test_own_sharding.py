@@ -13,7 +13,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxpp
-from jaxpp.errors import ArgumentError, LossError, StateError
+from jaxpp.errors import ArgumentError, BatchError, LossError, StateError
 
 P = PartitionSpec
 LONG = pytest.mark.long
@@ -437,3 +437,16 @@ def test_devices_over_which_nothing_is_divided_are_warned_of():
     pipe = jaxpp.Pipeline(chain(nn.relu), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=MESH)
     with pytest.warns(jaxpp.DevicesWarning, match='no parameter is sharded over "model": its 2 devices hold and compute the same'):
         pipe.init(params(), BATCH)
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")
+def test_collectives_between_replicas_of_unequal_weight_are_refused():
+    options = {"num_stages": 2, "num_microbatches": 2, "data_parallel": 2}
+    pipe = jaxpp.Pipeline(chain(normalised("data")), optax.sgd(0.1), weight=lambda batch: batch.sum(), **options)
+    with pytest.raises(ArgumentError, match="these must weigh the same"):
+        pipe.init(params(), BATCH)
+    pipe = jaxpp.Pipeline(chain(normalised("data")), optax.sgd(0.1), **options)
+    state = pipe.init(params(), BATCH)
+    with pytest.raises(BatchError, match="15 examples for 2 replicas"):
+        pipe.evaluate(state, BATCH[:15])
+    assert np.isfinite(pipe.evaluate(state, BATCH[:14]).loss)
