@@ -110,8 +110,9 @@ class Pipeline(Forward):
             function of a path and a shape that returns one; or Flax's logical axis rules, for parameters that carry axis names.
             Without it, as parameters say themselves (Flax's metadata), or as arrays are sharded already.
         axes: what other axes of your mesh, or names in your functions, are to the pipeline: ``{"pipe": "stage", "data": ("replica",
-            "fsdp"), "model": "tensor"}``. ``stage``, ``replica``, ``batch`` and ``tensor`` are known. With ``{"data": "batch"}``
-            a model whose ``nn.BatchNorm`` has ``axis_name="batch"`` normalises over the examples of all replicas.
+            "fsdp"), "model": "tensor"}``. ``stage``, ``replica``, ``batch``, ``tensor``, ``pp``, ``dp`` and ``tp`` are known. With
+            ``{"data": "batch"}`` a model whose ``nn.BatchNorm`` has ``axis_name="batch"`` normalises over the examples of all
+            replicas.
         bank: parameter sets of tasks, theta[t]. The loss is then ``loss_fn(params, task_params, batch[, key])``, every step names
             its ``task`` (or one for each replica), and the state holds Theta alone. The bank's optimizer updates each theta[t].
         shared: batch leaves that every microbatch (and replica) gets whole instead of split, by path or pattern of paths:

@@ -86,7 +86,7 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
 
     each = params if groups else [params] * num_replicas
     states = [model_state] * num_replicas
-    found: list[tuple[Array, Tree, Grads]] = [(jnp.zeros(()), (), ())] * len(pieces)
+    found: dict[int, tuple[Array, Tree, Grads]] = {}
     for m in range(num_microbatches):
         numbers = [replica * num_microbatches + m for replica in range(num_replicas)]
         keys = [[] if key is None else [jax.random.fold_in(key, i)] for i in numbers]
@@ -100,7 +100,7 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
             states[replica], aux = extra if has_state else (None, extra)
             share, own = jax.tree.map(lambda leaf, scale=scales[i]: scale.astype(leaf.dtype) * leaf, (value, grad))
             found[i] = share, aux, own
-    losses, auxes, grads = zip(*found, strict=True)
+    losses, auxes, grads = zip(*(found[i] for i in range(len(pieces))), strict=True)
     total = _by_task(grads, scales, groups, num_microbatches) if groups else _sum(grads)
     new = [jax.tree.map(_mean_or_first, *states)] if has_state else []
     return _sum(losses), _merge_aux(auxes, shares, reducers or {}), total, *new

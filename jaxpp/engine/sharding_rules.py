@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from jaxpp.errors import ArgumentError, shown
-from jaxpp.stages.axes import MODEL, ONE_DEVICE, RankAxes
+from jaxpp.stages.axes import MODEL, RankAxes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.stages.own_params import Joint
@@ -41,19 +41,19 @@ RULES: Mapping[str, Callable[[str, int], PartitionSpec]] = {
 """
 
 
-def specs_of(shardings: Tree, params: Params, num_shards: int, axes: RankAxes = ONE_DEVICE) -> tuple[PartitionSpec, ...]:
+def specs_of(shardings: Tree, params: Params, num_shards: int, axes: RankAxes) -> tuple[PartitionSpec, ...]:
     """How each parameter leaf is sharded over ``num_shards`` devices along ``model``; empty if none can be.
 
     ``shardings``: rules, ``PartitionSpec``s or ``NamedSharding``s by path or pattern; a tree of these; a function of a path and a
     shape that returns one; or Flax's logical axis rules (pairs), for parameters with such names. None: as the parameters say
-    themselves, by Flax's metadata (axes of the mesh), or as arrays that are sharded already. ``axes``
-    say what the names in specs stand for.
+    themselves, by Flax's metadata (axes of the mesh), or as arrays that are sharded already. ``axes`` say what the names in specs
+    stand for.
 
     Raises:
         ArgumentError: rules that fit no parameter, or shardings that cannot be.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    if num_shards == 1 and shardings is None:
+    if shardings is None and num_shards == 1:
         return ()
     paths = [path_name(path) for path, _ in leaves]
     if shardings is None:

@@ -301,13 +301,13 @@ class _ModelState:
 
     def _rows(self, microbatch: int, leaves: Sequence[int]) -> None:
         """Give each replica its own of what all have, before the first microbatch; or all the mean, after the last."""
-        step, graph = self._step, self._step.cuts[0].loss
+        step, loss = self._step, self._step.cuts[0].loss
         for stage in range(step.num_stages if step.num_replicas > 1 else 0):
             mine = [leaf for leaf in leaves if step.state_owner[leaf] == stage]
-            own, shared = ([state_name(stage, leaf, microbatch, shared=shared) for leaf in mine] for shared in (False, True))
-            avals = shapes_of(graph.state[leaf] for leaf in mine)
             if not mine:
                 continue
+            own, shared = ([state_name(stage, leaf, microbatch, shared=shared) for leaf in mine] for shared in (False, True))
+            avals = shapes_of(loss.state[leaf] for leaf in mine)
             if microbatch == 0:
                 run, names, what = functools.partial(_to_rows, step.num_replicas), (shared, own), "spread"
             else:

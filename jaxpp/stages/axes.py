@@ -54,7 +54,7 @@ _T = TypeVar("_T")
 PIPE, DATA, MODEL = "pipe", "data", "model"
 
 AxisEnv = tuple[tuple[str, int], ...]  # The names of axes and how many devices there are along each
-AxisNames = tuple[tuple[str, str, int], ...]
+AxisNames = tuple[tuple[str, str, int], ...]  # What functions call an axis, which of a rank's axes it is part of, and its size
 
 _NO_MESH = AbstractMesh((), ())
 _FIX = "leave the axis out there, or pass the pipeline a mesh=... that has it"
@@ -65,7 +65,7 @@ class RankAxes:
     """The axes of a rank, and how functions call them."""
 
     devices: AbstractMesh = _NO_MESH  # of a rank, with the axes data and model; without axes for one device
-    names: AxisNames = ()  # what functions call the axes: a name, which axis it stands for, and how many devices are along it
+    names: AxisNames = ()  # other names that functions call the axes by
     whole: Mesh | None = None  # of all devices, in force where a function is traced that needs one and the user has set none
 
     @property

@@ -72,15 +72,15 @@ def by_hand(
     def function(stage: int) -> Callable[..., Tree]:
         def run(params: Params, x: dict[int, Array], batch: Batch, key: Key | None = None) -> Tree:
             cut = cut_at(batch, key)
-            where, fix = f"pipe.stages[{stage}].forward", "close over what the other replicas would say, or take pipe.step"
-            if cut.loss.graph.communicates:
-                rule = "a stage is run by hand on one device, without the other replicas"
-                raise StateError(where, rule, "a loss with collectives between replicas", fix)
-            if maps(cut.loss.graph.eqns):
-                rule, fix = "a stage is run by hand on one device, without the others of its rank", "take pipe.step"
-                raise StateError(where, rule, "a loss with a jax.shard_map over the devices of a rank", fix)
+            where = f"pipe.stages[{stage}].forward"
+            if cut.loss.graph.communicates or maps(cut.loss.graph.eqns):
+                rule, fix = "a stage is run by hand on one device, without the others of its rank", "call pipe.step or pipe.verify"
+                what = (
+                    "collectives between replicas" if cut.loss.graph.communicates else "a jax.shard_map over the devices of a rank"
+                )
+                raise StateError(where, rule, f"a loss with {what}", fix)
             if has_state:
-                where, rule = f"pipe.stages[{stage}].forward", "a stage is run by hand on its parameters, its input and the batch"
+                rule = "a stage is run by hand on its parameters, its input and the batch"
                 raise StateError(where, rule, "a loss with model state", "run one without has_state, closing over the state")
             return _run(cut, stage, jax.tree.leaves(slicing.of(params)), x, batch, key)
 
