@@ -168,10 +168,11 @@ def test_the_old_model_state_stays_whole_and_a_state_opens_at_any_number_of_stag
 
 
 @pytest.mark.long
-def test_the_ledger_counts_model_state():
-    pipe = pipeline(3, 2)
-    state = pipe.init(init, jax.random.key(0), BATCH)
-    ledger, _ = sample_step(pipe.engine, pipe.engine.leaves(state.held), BATCH, None)
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_ledger_counts_model_state(count):
+    pipe, batch = pipeline(3, 2, data_parallel=count), {name: leaf[:8] for name, leaf in BATCH.items()}
+    state = pipe.init(init, jax.random.key(0), batch)
+    ledger, _ = sample_step(pipe.engine, pipe.engine.leaves(state.held), batch, None)
     begins = [sample for sample in ledger.samples if sample.moment == 0]
     assert sum(sample.by_kind["model state"] for sample in begins) == 3 * 2 * 8 * 4
     for sample in ledger.samples:
