@@ -335,6 +335,11 @@ def test_gradients_and_stages_by_hand_have_replicas_and_shards_too(options):
 
 
 REFUSED = {
+    "a name that nothing has": (
+        normalised("batch"),
+        {"data_parallel": 2},
+        ["Got: the axis name 'batch', which nothing has.", "Fix: pass axes={\"data\": 'batch'} if it is between replicas"],
+    ),
     "a map over data": (
         mapped(nn.relu, P("data", "model"), mesh=MESH),
         {"mesh": MESH, "shardings": RULES},

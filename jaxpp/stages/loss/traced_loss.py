@@ -433,6 +433,8 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
         given = [leaf for _, leaf in param_leaves], [leaf for _, leaf in state_leaves], batch_leaves, keys
         graph, _ = trace(flat, *given, axes=axes)
     except Exception as error:
+        if unbound := _unbound(error, words):
+            raise unbound from error
         if not isinstance(error, JaxppError):
             shapes = ", ".join(describe(leaf) for leaf in batch_leaves)
             error.add_note(f"jaxpp: raised while tracing {words.noun} {words.traced.format(shapes)}")
@@ -461,6 +463,16 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     if differentiable:
         _check_depends(traced)
     return traced
+
+
+def _unbound(error: Exception, words: Words) -> JaxppError | None:
+    """The error for an axis name that JAX does not know; None for another exception."""
+    found = re.search(r"unbound axis name: ([^\s.]+)", str(error)) if isinstance(error, NameError) else None
+    if found is None:
+        return None
+    rule = "a collective names an axis of the mesh, or of the replicas"
+    fix = f'pass axes={{"data": {found[1]!r}}} if it is between replicas, or a mesh that has the axis'
+    return words.error(words.where, rule, f"the axis name {found[1]!r}, which nothing has", fix)
 
 
 def _check_depends(traced: TracedLoss) -> None:
