@@ -429,16 +429,8 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
         aux_trees.append(aux_tree)
         return loss, [jnp.array(leaf, copy=True) for leaf in (*aux_leaves, *new)]
 
-    try:
-        given = [leaf for _, leaf in param_leaves], [leaf for _, leaf in state_leaves], batch_leaves, keys
-        graph, _ = trace(flat, *given, axes=axes)
-    except Exception as error:
-        if unbound := _unbound(error, words):
-            raise unbound from error
-        if not isinstance(error, JaxppError):
-            shapes = ", ".join(describe(leaf) for leaf in batch_leaves)
-            error.add_note(f"jaxpp: raised while tracing {words.noun} {words.traced.format(shapes)}")
-        raise
+    given = [leaf for _, leaf in param_leaves], [leaf for _, leaf in state_leaves], batch_leaves, keys
+    graph = _trace(flat, given, axes, words)
     graph, remat = inline_remat(graph)
     graph = place_rows(graph, graph.inputs[: len(param_leaves)])
     stacked = graph.inputs[: len(param_leaves)], graph.inputs[len(param_leaves) :][: 0 if is_loss else len(state_leaves)]
@@ -465,14 +457,20 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     return traced
 
 
-def _unbound(error: Exception, words: Words) -> JaxppError | None:
-    """The error for an axis name that JAX does not know; None for another exception."""
-    found = re.search(r"unbound axis name: ([^\s.]+)", str(error)) if isinstance(error, NameError) else None
-    if found is None:
-        return None
-    rule = "a collective names an axis of the mesh, or of the replicas"
-    fix = f'pass axes={{"data": {found[1]!r}}} if it is between replicas, or a mesh that has the axis'
-    return words.error(words.where, rule, f"the axis name {found[1]!r}, which nothing has", fix)
+def _trace(flat: Callable[..., Tree], given: tuple[list[Leaf], ...], axes: RankAxes, words: Words) -> Graph:
+    """The graph of a function; what it raises has a note, and an axis name that JAX does not know is told what to pass."""
+    try:
+        return trace(flat, *given, axes=axes)[0]
+    except Exception as error:
+        found = re.search(r"unbound axis name: ([^\s.]+)", str(error)) if isinstance(error, NameError) else None
+        if found is not None:
+            rule = "a collective names an axis of the mesh, or of the replicas"
+            fix = f'pass axes={{"data": {found[1]!r}}} if it is between replicas, or a mesh that has the axis'
+            raise words.error(words.where, rule, f"the axis name {found[1]!r}, which nothing has", fix) from error
+        if not isinstance(error, JaxppError):
+            shapes = ", ".join(describe(leaf) for leaf in given[2])
+            error.add_note(f"jaxpp: raised while tracing {words.noun} {words.traced.format(shapes)}")
+        raise
 
 
 def _check_depends(traced: TracedLoss) -> None:
