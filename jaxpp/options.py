@@ -12,7 +12,18 @@ from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_flags, check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.edges import HOST_MEMORY
-from jaxpp.runtime.place import DevicesWarning, Place, Placement, axes_of, axis_map, devices_warning, num_places, place, submeshes
+from jaxpp.runtime.place import (
+    AxisMap,
+    DevicesWarning,
+    Place,
+    Placement,
+    axes_of,
+    axis_map,
+    devices_warning,
+    num_places,
+    place,
+    submeshes,
+)
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
@@ -20,7 +31,7 @@ from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded, offloads
 from jaxpp.schedule.registry import AUTO, make, make_for_stages
 from jaxpp.schedule.validate import check_counts, is_count
-from jaxpp.stages.axes import MODEL, ONE_DEVICE, RankAxes
+from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, RankAxes
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.remat import RematPolicy, offload_of, policies_of
@@ -47,6 +58,7 @@ class Options:
     loss_scale: Scaling | None = None
     balance: str = "cost"
     shardings: Tree = None  # of the parameters inside a stage, as the user wrote them
+    shard: frozenset[str] = frozenset()  # what replicas divide between them: "optimizer", "gradients", "parameters"
     shared: tuple[str, ...] = ()
     max_shapes: int = 8
     fuse: bool = False  # whether a forward and the backward right behind it run as one program, where a stage can
@@ -99,7 +111,8 @@ class Options:
             "loss_scale": check_loss_scale,
             "remat": lambda remat: policies_of(remat, num_stages, platform),
             "offload": lambda remat: offload_of(remat, num_stages),
-            "shardings": lambda shardings: _check_shardings(shardings, mesh, known[MODEL]),
+            "shardings": lambda shardings: _check_shardings(shardings, mesh, places[0].num_replicas, known),
+            "shard": lambda shard: _shard_of(shard, is_loss=others.get("is_loss", True)),
             "shared": _shared_of,
             "fuse": lambda fuse: _fuse_of(fuse, platform),
             "max_shapes": int,
@@ -200,12 +213,30 @@ def _fuse_of(fuse: object, platform: str) -> bool:
     return bool(fuse)
 
 
-def _check_shardings(shardings: object, mesh: Mesh | None, names: Sequence[str]) -> object:
-    if shardings is None or (mesh is not None and not set(names).isdisjoint(mesh.axis_names)):
+def _check_shardings(shardings: object, mesh: Mesh | None, num_replicas: int, axes: AxisMap) -> object:
+    there = (
+        {DATA}
+        if num_replicas > 1
+        else set()
+        if mesh is None
+        else {axis for axis in axes for name in axes[axis] if name in mesh.shape}
+    )
+    if shardings is None or not there.isdisjoint((DATA, MODEL)):
         return shardings
     got = "no mesh" if mesh is None else f"a mesh with the axes {', '.join(map(repr, mesh.axis_names))}"
     fix = 'pass for example mesh=jax.make_mesh((2, 2), ("pipe", "model")), or leave shardings out'
-    raise ArgumentError("shardings", 'parameters are sharded over the "model" axis of a mesh', got, fix)
+    raise ArgumentError("shardings", 'parameters are sharded over the "model" axis of a mesh, or divided over "data"', got, fix)
+
+
+SHARDS = ("optimizer", "gradients", "parameters")  # what replicas can divide between them; the last two with the first
+
+
+def _shard_of(shard: object, *, is_loss: bool) -> object:
+    able, asked = SHARDS if is_loss else SHARDS[-1:], () if shard is None else _listed(shard)
+    if wrong := [shown(what) for what in asked if what not in able]:
+        rule = f"replicas of a stage can divide between them {', '.join(map(repr, able))}"
+        raise ArgumentError("shard", rule, wrong, f"pass shard={able[0]!r}, for example, or leave it out")
+    return frozenset(asked)
 
 
 def _listed(given: object) -> tuple[object, ...]:

@@ -109,9 +109,15 @@ class Pipeline(Forward):
             "*/attn": "heads", "embed": "embedding"}``, or with ``PartitionSpec``s or ``NamedSharding``s; a tree of these; a
             function of a path and a shape that returns one; or Flax's logical axis rules, for parameters that carry axis names.
             Without it, as parameters say themselves (Flax's metadata), or as arrays are sharded already.
+        shard: what the replicas of a stage divide between them, so that each of ``d`` holds 1/d of it and not the whole:
+            ``"optimizer"`` (its state; gradients are then reduce-scattered once a step, and new parameters gathered),
+            ``"parameters"`` (these between steps, and the optimizer's state; they are gathered once a step), ``"gradients"`` (their
+            sum, and the optimizer's state; each microbatch's are reduce-scattered), or a list of these. Others call it ZeRO 1, 2
+            and 3, or FSDP. A leaf is divided along its first axis that can be; one that has none stays whole. A ``PartitionSpec``
+            in ``shardings`` that names ``"data"`` or ``"fsdp"`` divides that parameter so. Results are the same.
         axes: what other axes of your mesh, or names in your functions, are to the pipeline: ``{"pipe": "stage", "data": ("replica",
-            "fsdp"), "model": "tensor"}``. ``stage``, ``replica``, ``batch``, ``tensor``, ``pp``, ``dp`` and ``tp`` are known. With
-            ``{"data": "batch"}`` a model whose ``nn.BatchNorm`` has ``axis_name="batch"`` normalises over the examples of all
+            "fsdp"), "model": "tensor"}``. It knows ``stage``, ``fsdp``, ``replica``, ``batch``, ``tensor``, ``pp``, ``dp``, ``tp``.
+            With ``{"data": "batch"}`` a model whose ``nn.BatchNorm`` has ``axis_name="batch"`` normalises over the examples of all
             replicas.
         bank: parameter sets of tasks, theta[t]. The loss is then ``loss_fn(params, task_params, batch[, key])``, every step names
             its ``task`` (or one for each replica), and the state holds Theta alone. The bank's optimizer updates each theta[t].
@@ -177,6 +183,7 @@ class Pipeline(Forward):
         mesh: Mesh | None = None,
         data_parallel: int = 1,
         shardings: Tree = None,
+        shard: str | Sequence[str] | None = None,
         axes: Mapping[str, str | Sequence[str]] | None = None,
         bank: Bank | None = None,
         shared: str | Sequence[str] = (),
@@ -214,6 +221,7 @@ class Pipeline(Forward):
         mesh: Mesh | None = None,
         data_parallel: int = 1,
         shardings: Tree = None,
+        shard: str | Sequence[str] | None = None,
         axes: Mapping[str, str | Sequence[str]] | None = None,
         remat: Remat | Sequence[Remat] = "least",
         shared: str | Sequence[str] = (),

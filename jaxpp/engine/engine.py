@@ -276,7 +276,15 @@ class Engine:
             add_wait(builder, "the loss", [found.loss, *found.aux, *grads, *states])
         calls = calls_host(update.graph.eqns)
         made = add_update(
-            builder, update, found.loss, names.model_state, states, packed, self.placement.own, donate=donate and not calls
+            builder,
+            update,
+            found.loss,
+            names.all_params,
+            names.model_state,
+            states,
+            packed,
+            self.placement.own,
+            donate=donate and not calls,
         )
         if calls:
             add_wait(builder, "the optimizer", flat(made))

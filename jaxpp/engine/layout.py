@@ -15,7 +15,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpp.engine.lru import LRU
-from jaxpp.engine.sharding_rules import opt_specs_of, specs_of
+from jaxpp.engine.sharding_rules import num_parts, opt_specs_of, over_both, over_model, specs_of
 from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
 from jaxpp.errors import ArgumentError, BatchError, warn
 from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gradients
@@ -33,6 +33,7 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import length
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
+from jaxpp.stages.axes import DATA, axis_names
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven
 from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
@@ -91,6 +92,9 @@ class Layout:
     packs: tuple[tuple[Pack, ...], ...]  # the small gradients that each stage sums as one vector
     state_owner: tuple[int, ...]  # the stage of each model state leaf
     specs: tuple[PartitionSpec, ...]  # how each parameter leaf is sharded inside its stage; empty if none is
+    parts: tuple[PartitionSpec, ...]  # how the sum of its gradients and its optimizer state are; empty if none is
+    divided: frozenset[int]  # the parameter leaves that are held so too between steps
+    scattered: frozenset[int]  # those whose gradients are summed so
     warnings: tuple[Warning, ...]  # what to tell the user of these stages
     weight: Callable[[Batch], Any] | None  # of a microbatch; None: the number of its examples
     copies: tuple[StateCopy, ...] = ()  # the last model state leaves, if they are copies of others for further stages
@@ -147,7 +151,7 @@ def lay_out(
     layered = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
     if options.cuts is None and like is None:
         check_giant(layered, schedule.num_stages)
-    specs = specs_of(options.shardings, variables[0], options.placement.num_shards, options.axes)
+    specs = specs_of(options.shardings, variables[0], options.axes)
     found = _Layouts(options, optimizer, given, microbatch, key, frozen, like, specs)
     layout, first = found.at(layered)
     if options.cuts is not None or schedule.num_stages == 1 or like is not None:
@@ -192,6 +196,7 @@ class _Layouts:
             tracing = Tracing(options, frozenset(slicing.leaves(self.frozen)))
             loss = replace(tracing.trace(options.loss_fn, variables, self.microbatch, self.key), clock=clock)
         specs = tuple(spec for k, spec in enumerate(specs) for _ in slicing.leaves([k]))
+        parts, divided = self._parts(variables[0], specs)
         loss = replace(loss, step=step) if loss.primitives == spine else self._estimated(loss)
         if like or loss.primitives != spine:
             cuts = self._choose(loss, variables[0], specs, tracing.frozen)
@@ -203,7 +208,8 @@ class _Layouts:
         trained = None if self.optimizer is None else _trained_statistics(given[0], self.frozen)
         unevenness = uneven(loss, cuts) if options.cuts is None and like is None and options.balance != "memory" else None
         owner = owners(loss, cuts)
-        idle = None if any(map(any, specs)) or loss.graph.sharded else undivided_warning(options.placement.num_shards)
+        shards = tuple(map(over_model, specs))
+        idle = None if any(map(any, shards)) or loss.graph.sharded else undivided_warning(options.placement.num_shards)
         first = tracing.cut(loss, cuts, owner, merge.reducers)
         layout = Layout(
             given=given,
@@ -216,7 +222,10 @@ class _Layouts:
             reducers=merge.reducers,
             packs=tuple(code.packs for code in first.stages),
             state_owner=first.state_home,
-            specs=specs,
+            specs=shards,
+            parts=parts,
+            divided=divided,
+            scattered=self._scattered(parts, {ref.index for code in first.stages for pack in code.packs for ref in pack.members}),
             warnings=tuple(filter(None, (options.devices_warning, idle, trained, unevenness, merge.warning))),
             weight=merge.weight,
         )
@@ -240,6 +249,26 @@ class _Layouts:
         single = [() if leaf in sharded or leaf >= shared else sizes for leaf, sizes in enumerate(single)]
         return slicing_for(self.optimizer, params, slices_between(loss.params, loss.layers, stages), single)
 
+    def _parts(self, params: Params, specs: Sequence[PartitionSpec]) -> tuple[tuple[PartitionSpec, ...], frozenset[int]]:
+        """How summed gradients and optimizer leaves are divided over replicas; and the parameters that are between steps."""
+        sizes, shard, shared = self.options.axes.sizes, self.options.shard, num_shared(params)
+        leaves = jax.tree.leaves(params)
+        given = list(specs) or [PartitionSpec()] * len(leaves)
+        given[shared:] = map(over_model, given[shared:])  # each replica has its own
+        if sizes.get(DATA, 1) == 1 or not (shard or any(spec != over_model(spec) for spec in given)):
+            return tuple(specs), frozenset()
+        pairs = enumerate(zip(given, leaves, strict=True))
+        parts = tuple(over_both(spec, leaf.shape, sizes, divide=bool(shard) and k < shared) for k, (spec, leaf) in pairs)
+        of_user = {k for k, spec in enumerate(given) if num_parts(spec, sizes) > num_parts(over_model(spec), sizes)}
+        mine = {k for k, part in enumerate(parts) if "parameters" in shard and num_parts(part, sizes) > num_parts(given[k], sizes)}
+        return parts, frozenset(of_user | mine)
+
+    def _scattered(self, parts: Sequence[PartitionSpec], packed: Collection[int]) -> frozenset[int]:
+        """The leaves whose gradients are summed in parts; those in a vector of small ones are divided when they are summed."""
+        asked = "gradients" in self.options.shard
+        divided = (k for k, part in enumerate(parts) if asked and any(DATA in axis_names(entry) for entry in part))
+        return frozenset(divided).difference(packed)
+
     def fullest(self, layout: Layout, first: CutLoss) -> float:
         """The bytes of the device that holds most, by what the stages keep."""
         return self._held(layout.params, layout.specs, layout.frozen).fullest(first.stages, layout.owner)
@@ -251,12 +280,13 @@ class _Layouts:
         devices = tuple(numbers[place.devices] for place in placement.places)
         clock = simulate(schedule, forward=1, input_grad=1, weight_grad=1, offload=options.offload or None)
         kept = counts_at_peaks(lifetimes(clock.bars, clock.times.copies), devices)
-        shards = [placement.num_shards if any(spec) else 1 for spec in specs] or [1] * len(jax.tree.leaves(params))
-        sizes = [count_bytes(leaf) / parts for leaf, parts in zip(jax.tree.leaves(params), shards, strict=True)]
-        state = zip(state_bytes(self.optimizer, params), shards, strict=True)
+        axes, leaves = options.axes.sizes, jax.tree.leaves(params)
+        parts = self._parts(params, specs)[0] or [PartitionSpec()] * len(leaves)
+        sizes = [count_bytes(leaf) / num_parts(over_model(part), axes) for leaf, part in zip(leaves, parts, strict=True)]
+        state = zip(state_bytes(self.optimizer, params), (num_parts(part, axes) for part in parts), strict=True)
         return StageBytes(
             of_user=tuple(size * (1 + (options.is_loss and leaf not in frozen)) for leaf, size in enumerate(sizes)),
-            of_owner=tuple(size / parts for size, parts in state),
+            of_owner=tuple(size / count for size, count in state),
             num_kept=kept,
             policies=options.remat or (RematPolicy(),) * num_stages,
             devices=devices,
@@ -348,7 +378,7 @@ class Placed:
     def names(self) -> Leaves[Name]:
         """What each leaf of a state is called."""
         layout, update = self.layout, self.update
-        params = [param_name(stage, leaf) for leaf, stage in enumerate(layout.owner)]
+        params = [param_name(stage, leaf, shared=leaf in layout.divided) for leaf, stage in enumerate(layout.owner)]
         opts = [opt_name(stage, leaf) for leaf, stage in enumerate(update.opt_owner)] if update else []
         shared = self.base.num_replicas > 1
         states = [state_name(stage, leaf, shared=shared) for leaf, stage in enumerate(layout.state_owner)]
@@ -379,7 +409,7 @@ def place_leaves(options: Options, optimizer: optax.GradientTransformation | Non
     scales = () if options.loss_scale is None else tuple(shapes_of(options.loss_scale.init()))
     params, replicated = layout.params, options.placement.num_replicas > 1
     own = {(role, layout.num_shared + k) for k in range(layout.num_own) for role in (Role.PARAM, Role.GRAD)}
-    known: dict[str, Any] = {"specs": layout.specs, "own": frozenset(own if replicated else ())}
+    known: dict[str, Any] = {"specs": layout.specs, "parts": layout.parts, "own": frozenset(own if replicated else ())}
     if optimizer is None:
         return Placed(layout, options.placement, known, None, scales)
     (loss,) = shapes_of(first.loss.graph.outputs[:1])
@@ -387,7 +417,7 @@ def place_leaves(options: Options, optimizer: optax.GradientTransformation | Non
     given = (layout.frozen, options.loss_scale, states, range(layout.num_shared))
     update = plan_update(optimizer, params, layout.owner, len(first.stages) - 1, loss, *given)
     opt_state = update.tree.unflatten([atom.aval for atom in update.init_graph.outputs])
-    specs = opt_specs_of(opt_state, params, layout.specs)
+    specs = opt_specs_of(opt_state, params, layout.parts)
     if replicated and isinstance(params, Joint):  # the optimizer state of two parts is a pair
         leaves = [len(jax.tree.leaves(part)) for part in opt_state]
         own |= {(Role.OPT, leaves[0] + k) for k in range(leaves[1])}
@@ -482,6 +512,8 @@ class Preparer:
             owner=layout.owner,
             num_replicas=self.placement.num_replicas,
             own=self.placement.own,
+            divided=layout.divided,
+            scattered=layout.scattered if train else frozenset(),
             params=tuple(jax.tree.leaves(layout.params)),
             state=tuple(layout.state_shapes),
             state_owner=layout.state_owner,

@@ -1,9 +1,12 @@
-"""Tensor parallelism by rule: which axis of which parameter is sharded over ``model``.
+"""Which axis of which parameter is sharded over ``model``, and which over ``data``.
 
-The compiler divides the work accordingly; two layers sharded by column and then by row need one all-reduce.
+Over ``model`` the compiler divides the work accordingly: two layers sharded by column and then by row need one all-reduce. Over
+``data`` leaves are divided only while nobody computes with them: each replica then holds a part of a parameter between steps, of
+the sum of its gradients, and of its optimizer state.
 """
 
 import fnmatch
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -12,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from jaxpp.errors import ArgumentError, shown
-from jaxpp.stages.axes import MODEL, RankAxes
+from jaxpp.stages.axes import DATA, MODEL, RankAxes, axis_names
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.stages.own_params import Joint
@@ -41,8 +44,8 @@ RULES: Mapping[str, Callable[[str, int], PartitionSpec]] = {
 """
 
 
-def specs_of(shardings: Tree, params: Params, num_shards: int, axes: RankAxes) -> tuple[PartitionSpec, ...]:
-    """How each parameter leaf is sharded over ``num_shards`` devices along ``model``; empty if none can be.
+def specs_of(shardings: Tree, params: Params, axes: RankAxes) -> tuple[PartitionSpec, ...]:
+    """How each parameter leaf is sharded over the ``model`` axis of a rank, and divided over ``data``; empty if none can be.
 
     ``shardings``: rules, ``PartitionSpec``s or ``NamedSharding``s by path or pattern; a tree of these; a function of a path and a
     shape that returns one; or Flax's logical axis rules (pairs), for parameters with such names. None: as the parameters say
@@ -53,7 +56,7 @@ def specs_of(shardings: Tree, params: Params, num_shards: int, axes: RankAxes) -
         ArgumentError: rules that fit no parameter, or shardings that cannot be.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    if shardings is None and num_shards == 1:
+    if shardings is None and axes.sizes.get(MODEL, 1) == 1:
         return ()
     paths = [path_name(path) for path, _ in leaves]
     if shardings is None:
@@ -75,7 +78,7 @@ def specs_of(shardings: Tree, params: Params, num_shards: int, axes: RankAxes) -
             fix = 'pass such a tree, or a dictionary by path, for example {"*/fc": "column", "*/proj": "row"}'
             raise ArgumentError("shardings", rule, got, fix)
     specs = [axes.named(spec) for spec in specs]
-    _check(specs, leaves, num_shards)
+    _check(specs, leaves, axes.sizes)
     return tuple(specs)
 
 
@@ -174,19 +177,48 @@ def _matched(shardings: Mapping[str, Tree], leaves: Sequence[tuple[KeyPath, Aval
     return specs
 
 
-def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]], num_shards: int) -> None:
+def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]], sizes: Mapping[str, int]) -> None:
     wrong = []
     for spec, (path, leaf) in zip(specs, leaves, strict=True):
         where = f"{path_name(path)}, {describe(leaf)}: {spec}"
-        if {axis for axis in spec if axis is not None} - {MODEL}:
+        named = [axis for entry in spec for axis in axis_names(entry)]
+        counts = [num_parts(entry, sizes) for entry in spec]
+        if set(named) - {DATA, MODEL}:
             wrong.append(f"{where} has another axis")
-        elif len(spec) > len(leaf.shape) or sum(axis == MODEL for axis in spec) > 1:
+        elif len(spec) > len(leaf.shape) or len(set(named)) < len(named):
             wrong.append(f"{where} does not fit its axes")
-        elif any(axis == MODEL and size % num_shards for axis, size in zip(spec, leaf.shape, strict=False)):
-            wrong.append(f"{where} is not divisible by {num_shards}")
+        elif uneven := [count for count, size in zip(counts, leaf.shape, strict=False) if size % count]:
+            wrong.append(f"{where} is not divisible by {uneven[0]}")
     if wrong:
         fix = 'change the sharding, or map Flax\'s axis names: shardings=[("mlp", "model"), ("embed", None)]'
-        raise ArgumentError("shardings", 'one axis of a parameter may be sharded over "model", evenly', wrong, fix)
+        raise ArgumentError("shardings", 'axes of a parameter may be sharded over "model" and "data", evenly', wrong, fix)
+
+
+def num_parts(given: Tree, sizes: Mapping[str, int]) -> int:
+    """Into how many parts axes of a mesh of these sizes divide, of a whole ``PartitionSpec`` or an entry of one."""
+    entries = given if isinstance(given, PartitionSpec) else (given,)
+    return math.prod(sizes.get(axis, 1) for entry in entries for axis in axis_names(entry))
+
+
+def over_model(spec: PartitionSpec) -> PartitionSpec:
+    """How the leaf is sharded while it is computed with."""
+    return PartitionSpec(*(MODEL if MODEL in axis_names(entry) else None for entry in spec))
+
+
+def over_both(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int], *, divide: bool) -> PartitionSpec:
+    """How the leaf is held divided over ``data``: as ``spec`` says, or else, to ``divide``, along the first axis that can be."""
+    entries = [axis_names(entry) for entry in spec] + [()] * (len(shape) - len(spec))
+    if divide and not any(DATA in entry for entry in entries):
+        counts = [num_parts((*entry, DATA), sizes) for entry in entries]
+        able = [k for k, (count, size) in enumerate(zip(counts, shape, strict=True)) if size and size % count == 0]
+        for k in sorted(able, key=lambda k: len(entries[k]))[:1]:
+            entries[k] = (*entries[k], DATA)
+    ordered = [
+        tuple(axis for axis in (MODEL, DATA) if axis in entry) for entry in entries
+    ]  # parts of a shard, not shards of a part
+    while ordered and not ordered[-1]:
+        ordered.pop()
+    return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in ordered))
 
 
 def opt_specs_of(opt_state: Tree, params: Params, specs: Sequence[PartitionSpec]) -> tuple[PartitionSpec, ...]:

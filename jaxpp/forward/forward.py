@@ -75,7 +75,7 @@ class Forward:
 
     The function is cut into stages of equal forward cost. Parameters may have any type, as they have no gradient: quantised
     weights, counters and running statistics stand beside the weights in one tree. ``cuts``, ``devices``, ``mesh``,
-    ``data_parallel``, ``shardings``, ``axes``, ``shared`` and ``max_shapes`` are as for ``Pipeline``.
+    ``data_parallel``, ``shardings``, ``shard`` (``"parameters"``), ``axes``, ``shared`` and ``max_shapes`` are as for ``Pipeline``.
 
     Args:
         fn: ``fn(params, batch[, key]) -> outputs``, any tree of arrays.
@@ -118,6 +118,7 @@ class Forward:
         mesh: Mesh | None = None,
         data_parallel: int = 1,
         shardings: Tree = None,
+        shard: str | Sequence[str] | None = None,
         axes: Mapping[str, str | Sequence[str]] | None = None,
         shared: str | Sequence[str] = (),
         max_shapes: int = 8,

@@ -14,7 +14,7 @@ from jax.extend.core import Var
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.plan.builder import Builder, Name
 from jaxpp.plan.lower import closed_function
-from jaxpp.plan.step import param_name, scale_name, total_name
+from jaxpp.plan.step import scale_name, total_name
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
 from jaxpp.stages.graph import Graph, Piece, descendants, partition
@@ -103,12 +103,12 @@ class Update:
         scale, finite = ((), ()) if self.scaling is None else ((self.loss_stage, self.loss_stage), (HUB,))
         return UpdateResults(self.owner, self.opt_owner, self.state_owner, scale, finite, (HUB,), self.watched)
 
-    def names(self, loss: Name, before: Sequence[Name], states: Sequence[Name]) -> UpdateInputs[Name]:
+    def names(self, loss: Name, params: Sequence[Name], before: Sequence[Name], states: Sequence[Name]) -> UpdateInputs[Name]:
         """The names of the inputs, each on its owner; ``states`` are those of the new model state, ``before`` of the old one."""
         return UpdateInputs(
             grads=tuple(total_name(stage, Role.GRAD, leaf) for leaf, stage in enumerate(self.owner)),
             opt=tuple(opt_name(stage, leaf) for leaf, stage in enumerate(self.opt_owner)),
-            params=tuple(param_name(stage, leaf) for leaf, stage in enumerate(self.owner)),
+            params=tuple(params),
             loss=(loss,),
             scale=self.scales,
             old_state=() if self.scaling is None else tuple(before),
@@ -124,6 +124,7 @@ def add_update(
     builder: Builder,
     update: Update,
     loss: Name,
+    params: Sequence[Name],
     before: Sequence[Name],
     states: Sequence[Name],
     packed: _Packed,
@@ -132,7 +133,7 @@ def add_update(
     donate: bool,
 ) -> UpdateResults[Name]:
     """Add the update to a step that has its gradients; ``states`` are those of the new model state, ``before`` of the old one."""
-    return _Writer(builder, update, update.names(loss, before, states), packed, own, donate).run()
+    return _Writer(builder, update, update.names(loss, params, before, states), packed, own, donate).run()
 
 
 class _Part(NamedTuple):

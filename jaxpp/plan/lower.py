@@ -63,7 +63,7 @@ def lower(
     chosen, zeros = step.choose(actions, pairs)
     for stage in sorted(range(step.num_stages), key=lambda s: s != step.loss_stage):
         _begin(builder, step, stage, zeros[stage], lasting)
-    passing, offloading = _ModelState(builder, step), _Offloading(builder, step, offloaded)
+    passing, offloading, scattering = _ModelState(builder, step), _Offloading(builder, step, offloaded), _Scattering(builder, step)
     for action in actions:
         offloading.bring_back(action)
         if action in chosen:
@@ -71,6 +71,7 @@ def lower(
             passing.supply(action, program)
             _act(builder, step, action, program, fused, offloading)
             passing.note(action, program)
+            scattering.add(action, program)
         offloading.take_out(action)
     for stage, sums in enumerate(step.sums):
         if not sums.stays_packed:
@@ -85,6 +86,9 @@ def lower(
 
 
 def _feed(builder: Builder, lasting: Builder, step: Step) -> None:
+    read = {leaf for stage in range(step.num_stages) for leaf in step.read(stage, Role.PARAM)}
+    for stage in range(step.num_stages):
+        _gather(lasting, step, stage, [leaf for leaf in sorted(read & step.divided) if step.owner[leaf] == stage])
     for stage in range(step.num_stages):
         refs = [*map(step.batch_ref, step.read(stage, Role.BATCH)), *(Ref(Role.KEY, k) for k in step.read(stage, Role.KEY))]
         for ref in refs:
@@ -95,6 +99,20 @@ def _feed(builder: Builder, lasting: Builder, step: Step) -> None:
             if step.owner[leaf] != stage:
                 path = step.cuts[0].loss.param_paths[leaf]
                 lasting.send(f"send {path} to stage {stage}", param_name(step.owner[leaf], leaf), param_name(stage, leaf))
+
+
+def _gather(builder: Builder, step: Step, stage: int, leaves: Sequence[int]) -> None:
+    """Give each replica the whole of the parameters of which it holds a part, once a step."""
+    if leaves:
+        parts, whole = ([param_name(stage, leaf, shared=shared) for leaf in leaves] for shared in (True, False))
+        reads, writes = (tuple(name.ref for name in names) for names in (parts, whole))
+        avals = shapes_of(step.params[leaf] for leaf in leaves)
+        make = functools.partial(Program, _same, reads, writes, avals, name=f"stage_{stage}_gather")
+        builder.compute(f"gather stage {stage}", step.once(("gather", reads), make), stage, parts, whole, ())
+
+
+def _same(*values: Array) -> list[Array]:
+    return list(values)
 
 
 class _Part(NamedTuple):
@@ -253,6 +271,8 @@ def _act(
     cut = step.cuts[variant]
     inputs = offloading.current([local_name(stage, ref, i, variant) for ref in program.inputs])
     outputs = [local_name(stage, ref, i + (ref.role == Role.STATE), variant) for ref in program.outputs]
+    if step.scattered:
+        outputs = [name._replace(microbatch=i) if name.ref.role == Role.GRAD else name for name in outputs]
     builder.compute(label if fused is None else f"{action} {last}", program, stage, inputs, outputs, action=action, fused=fused)
     for ref in program.outputs:
         peers = cut.consumers[ref.index] if ref.role == Role.ACTIVATION else ()
@@ -338,6 +358,45 @@ class _ModelState:
         return self._made[leaf, microbatch]
 
 
+class _Scattering:
+    """Sums gradients of which each replica is to hold a part: a backward's own are scattered behind it, and the parts added up."""
+
+    def __init__(self, builder: Builder, step: Step):
+        self._builder, self._step = builder, step
+        self._avals = [step.accumulators(stage) for stage in range(step.num_stages if step.scattered else 0)]
+        self._begun: set[Name] = set()
+
+    def add(self, action: Action, program: Program) -> None:
+        builder, step, (stage, _, i) = self._builder, self._step, action
+        made = [ref for ref in program.outputs if ref.role == Role.GRAD] if step.scattered else []
+        apart = tuple(ref for ref in made if ref.index in step.scattered)
+        if apart:
+            own, parts = [Name(stage, ref, i) for ref in apart], [Name(stage, step.sum_of(ref), i) for ref in apart]
+            refs, avals = tuple(name.ref for name in parts), shapes_of(self._avals[stage][ref] for ref in apart)
+            make = functools.partial(Program, _same, apart, refs, avals, sums=True, name=f"stage_{stage}_scatter")
+            program = step.once(("scatter", stage, apart), make)
+            builder.compute(f"scatter gradients of {action}", program, stage, own, parts, ())
+        old = []
+        for ref in made:
+            total, part = Name(stage, step.sum_of(ref)), Name(stage, step.sum_of(ref), i)
+            if total in self._begun:
+                old.append(ref)
+            else:
+                builder.send(f"rename {ref.role} {ref.index} of stage {stage}", part, total)
+                self._begun.add(total)
+        if old:
+            refs, avals = tuple(map(step.sum_of, old)), shapes_of(self._avals[stage][ref] for ref in old)
+            make = functools.partial(Program, _added, refs * 2, refs, avals * 2, name=f"stage_{stage}_add")
+            totals, parts = [Name(stage, ref) for ref in refs], [Name(stage, ref, i) for ref in refs]
+            program = step.once(("add", stage, refs), make)
+            builder.compute(f"add gradients of {action}", program, stage, totals + parts, totals, tuple(range(len(refs))))
+
+
+def _added(*values: Array) -> list[Array]:
+    half = len(values) // 2
+    return list(map(operator.add, values[:half], values[half:]))
+
+
 def _to_rows(count: int, *values: Array) -> list[Array]:
     return [jnp.broadcast_to(value, (count, *value.shape)) for value in values]
 
@@ -396,11 +455,12 @@ def _unpack(builder: Builder, step: Step, stage: int, packs: Sequence[Pack], *, 
 
 def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> None:
     back: dict[int, list[Name]] = {}
-    for stage, ref in sums.coming_home:
-        target = Name(home, Ref(Role.GRAD, ref.index, stage))
+    for stage, grad in sums.coming_home:
+        ref = step.sum_of(grad)
+        target = Name(home, replace(ref, peer=stage))
         path = step.cuts[0].loss.param_paths[ref.index]
         builder.send(f"send grad of {path} to stage {home}", Name(stage, ref), target)
-        back.setdefault(ref.index, [Name(home, Ref(Role.GRAD, ref.index))]).append(target)
+        back.setdefault(ref.index, [Name(home, ref)]).append(target)
     if not back:
         return
     groups = list(back.values())
@@ -435,14 +495,9 @@ def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) 
         for source, target in zip(*names, strict=True):
             builder.send(f"rename {source.ref.role} {source.ref.index} of stage {stage}", source, target)
     elif totals:
-        avals = tuple(jax.ShapeDtypeStruct((step.num_replicas, *aval.shape), aval.dtype) for _, aval in totals)
-        outputs = tuple(name.ref for name in names[1])
-        make = functools.partial(Program, _sum_rows, refs, outputs, avals, spans=True)
+        avals, outputs = shapes_of(aval for _, aval in totals), tuple(name.ref for name in names[1])
+        make = functools.partial(Program, _same, refs, outputs, avals, sums=True, name=f"stage_{stage}_total")
         builder.compute(f"total stage {stage}", step.once(("total", refs, avals), make), stage, *names, ())
-
-
-def _sum_rows(*values: Array) -> list[Array]:
-    return [jax.lax.reduce(value, jnp.zeros((), value.dtype), jax.lax.add, (0,)) for value in values]
 
 
 def _reduce(builder: Builder, step: Step) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
@@ -75,7 +75,7 @@ class GradientSums:
 
     packs: tuple[Pack, ...]  # the small ones, which the backwards sum as vectors
     stays_packed: bool  # whether nothing before the update reads a packed one: no other stage, no replica
-    leaves: tuple[Ref, ...]  # those that are leaves when they are summed over the replicas
+    leaves: tuple[Ref, ...]  # those that are leaves when they are summed over the replicas, once they are summed
     coming_home: tuple[tuple[int, Ref], ...]  # those that other stages sum, with these stages
 
 
@@ -89,6 +89,8 @@ class Step:
     owner: tuple[int, ...]  # the stage that owns each parameter leaf
     num_replicas: int  # how many replicas share the work of a microbatch
     own: frozenset[tuple[Role, int]]  # the parameters and gradients of which each replica has its own, by role and number
+    divided: frozenset[int]  # the parameters of which each replica holds a part between steps
+    scattered: frozenset[int]  # the parameters of whose gradients each replica sums a part
     params: tuple[Aval, ...]  # shape of each parameter leaf
     state: tuple[Aval, ...]  # shape of each model state leaf
     state_owner: tuple[int, ...]  # the stage that keeps each model state leaf between steps
@@ -183,7 +185,7 @@ class Step:
             members = {ref for pack in packs for ref in pack.members}
             stays_packed = self.num_replicas == 1 and members.isdisjoint(ref for _, ref in coming_home)
             leaves = [Ref(Role.GRAD, leaf) for leaf in self.trained if self.trains and self.owner[leaf] == stage]
-            leaves = [ref for ref in leaves if not (stays_packed and ref in self.packed)]
+            leaves = [ref for ref in leaves if not (stays_packed and ref in self.packed) and ref.index not in self.scattered]
             sums.append(GradientSums(packs, stays_packed, tuple(leaves), coming_home))
         return tuple(sums)
 
@@ -191,6 +193,10 @@ class Step:
     def packed(self) -> frozenset[Ref]:
         """The gradients that are summed as parts of vectors."""
         return frozenset(ref for code in self.cuts[0].stages for pack in code.packs for ref in pack.members)
+
+    def sum_of(self, ref: Ref) -> Ref:
+        """What a sum over microbatches is called, which replicas hold together if it is that of scattered gradients."""
+        return replace(ref, shared=True) if ref.role == Role.GRAD and ref.index in self.scattered else ref
 
     @property
     def packed_sums(self) -> dict[int, tuple[Name, Pack]]:
@@ -206,7 +212,8 @@ class Step:
         Of ``pairs``, a forward and the backward right behind it, those become one program that their stage can run as one.
 
         A stage with small gradients adds those of every microbatch to zeros, so that each backward is compiled once. A stage with
-        large gradients, which take longer to zero and to read again, has two: the first microbatch's makes the sums.
+        large gradients, which take longer to zero and to read again, has two: the first microbatch's makes the sums. Where replicas
+        sum a part each, every microbatch's makes gradients of its own.
         """
         sums = [self.accumulators(stage) for stage in range(self.num_stages)]
         small = [sum(map(count_bytes, own.values())) <= ZEROED for own in sums]
@@ -225,23 +232,25 @@ class Step:
             backward = code.backward.get(kind if pair is None else pair.kind)
             if backward is None:
                 continue
-            fresh = not small[stage] and backward.made.isdisjoint(begun[stage])
+            fresh = bool(self.scattered) or (not small[stage] and backward.made.isdisjoint(begun[stage]))
             begun[stage] |= backward.made
             late[stage] -= backward.made if fresh else set()
             whole = backward if pair is None or code.fused is None else code.fused
             fused = None if pair is None or code.fused is None else FusedAction(pair, code.fused.share)
             chosen[action] = whole.first if fresh else whole.then, fused
             done |= set() if pair is None else {pair}
-        return chosen, [{ref: aval for ref, aval in own.items() if ref in late[stage]} for stage, own in enumerate(sums)]
+        return chosen, [
+            {self.sum_of(ref): aval for ref, aval in own.items() if ref in late[stage]} for stage, own in enumerate(sums)
+        ]
 
 
 def _programs(code: StageCode) -> list[Program]:
     return [code.statics, code.forward, *(backward.then for backward in code.backward.values())]
 
 
-def param_name(stage: int, leaf: int) -> Name:
-    """A parameter leaf, as the stage holds it."""
-    return Name(stage, Ref(Role.PARAM, leaf))
+def param_name(stage: int, leaf: int, *, shared: bool = False) -> Name:
+    """A parameter leaf, whole on each replica; ``shared``: as the replicas of a stage hold it between steps, each a part."""
+    return Name(stage, Ref(Role.PARAM, leaf, shared=shared))
 
 
 def total_name(stage: int, role: Role, index: int = 0) -> Name:

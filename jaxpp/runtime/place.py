@@ -21,7 +21,7 @@ from jaxpp.errors.checks import check_devices
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import check_counts, is_count
-from jaxpp.stages.axes import DATA, MODEL, PIPE, RankAxes
+from jaxpp.stages.axes import DATA, MODEL, PIPE, RankAxes, axis_names
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.targets import compiles_only, device_name
@@ -96,7 +96,7 @@ class Place(abc.ABC):
         """The same on the first of other devices; None if these are too few."""
 
     def with_values(self, **values: object) -> "Place":  # noqa: ARG002  (nothing is sharded)
-        """The same devices, told more of the values that live there: ``Submesh.specs``, ``opt_specs``, ``own``."""
+        """The same devices, told more of the values that live there: ``Submesh.specs``, ``parts``, ``opt_specs``, ``own``."""
         return self
 
     def aval(self, ref: Ref, aval: Aval, sharding: Sharding | None = None, *, lead: bool = True) -> jax.ShapeDtypeStruct:
@@ -157,6 +157,7 @@ class Submesh(Place):
 
     mesh: Mesh
     specs: tuple[PartitionSpec, ...] = field(default=(), hash=False)  # of each parameter leaf over ``model``; none unless given
+    parts: tuple[PartitionSpec, ...] = field(default=(), hash=False)  # the same, divided over ``data`` too: summed gradients
     opt_specs: tuple[PartitionSpec, ...] = field(default=(), hash=False)  # of each optimizer leaf
     own: Own = field(default=frozenset(), hash=False)
 
@@ -182,8 +183,9 @@ class Submesh(Place):
         return self.mesh.shape
 
     def sharding(self, ref: Ref) -> NamedSharding:
-        """Over ``data`` where each replica has its own, and over ``model`` as ``specs`` and ``opt_specs`` say."""
-        specs = self.opt_specs if ref.role == Role.OPT else self.specs if ref.role in (Role.PARAM, Role.GRAD) else ()
+        """Over ``data`` where each replica has its own or a part, and over ``model`` as ``specs`` and ``opt_specs`` say."""
+        of_params = self.parts if ref.shared else self.specs
+        specs = self.opt_specs if ref.role == Role.OPT else of_params if ref.role in (Role.PARAM, Role.GRAD) else ()
         spec = specs[ref.index] if 0 <= ref.index < len(specs) else PartitionSpec()
         return NamedSharding(self.mesh, PartitionSpec(DATA, *spec) if self.per_replica(ref) else spec)
 
@@ -203,18 +205,37 @@ class Submesh(Place):
         return dataclasses.replace(self, **values)
 
     def _of_all(self, program: Program) -> Callable[..., list[Leaf]]:
+        if program.sums:
+            return self._of_sums(program)
         reads, writes = ([self.per_replica(ref) for ref in refs] for refs in (program.inputs, program.outputs))
         if program.spans or not any((*reads, *writes)):
             return program.function
-        split, whole = PartitionSpec(DATA), PartitionSpec()
+
+        def over_data(ref: Ref) -> PartitionSpec:
+            return PartitionSpec(*(DATA if DATA in axis_names(entry) else None for entry in self.sharding(ref).spec))
 
         def of_one(*args: Leaf) -> list[Leaf]:
             results = program.function(*(arg[0] if mine else arg for arg, mine in zip(args, reads, strict=True)))
             return [jax.numpy.asarray(r)[None] if mine else r for r, mine in zip(results, writes, strict=True)]
 
-        ins, outs = ([split if mine else whole for mine in ends] for ends in (reads, writes))
+        ins, outs = (list(map(over_data, refs)) for refs in (program.inputs, program.outputs))
         apart = set(RankAxes(self.mesh.abstract_mesh).apart)
         return jax.shard_map(of_one, mesh=self.mesh, in_specs=tuple(ins), out_specs=outs, axis_names=apart, check_vma=False)
+
+    def _of_sums(self, program: Program) -> Callable[..., list[Leaf]]:
+        """Every device has its part of what it is given, and of the sums only that which it is to hold."""
+        ins, outs = ([self.sharding(ref).spec for ref in refs] for refs in (program.inputs, program.outputs))
+
+        def added(value: Leaf, spec: PartitionSpec) -> Leaf:
+            at = next((k for k, entry in enumerate(spec) if DATA in axis_names(entry)), None)
+            if at is None:
+                return jax.lax.psum(value, DATA)
+            return jax.lax.psum_scatter(value, DATA, scatter_dimension=at, tiled=True)
+
+        def of_one(*args: Leaf) -> list[Leaf]:
+            return [added(value, spec) for value, spec in zip(program.function(*(arg[0] for arg in args)), outs, strict=True)]
+
+        return jax.shard_map(of_one, mesh=self.mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False)
 
 
 def devices_of(shown: "Device | Submesh") -> tuple[Device, ...]:
@@ -253,7 +274,7 @@ class Placement:
         return tuple(place.shown for place in self.by_rank)
 
     def with_values(self, **values: object) -> "Placement":
-        """The same places, told more of the values that live there (``Submesh.specs``, ``opt_specs``, ``own``)."""
+        """The same places, told more of the values that live there (``Submesh.specs``, ``parts``, ``opt_specs``, ``own``)."""
         return Placement(*(tuple(place.with_values(**values) for place in places) for places in (self.places, self.by_rank)))
 
 
@@ -265,7 +286,11 @@ def place(schedule: Schedule, places: Sequence[Place]) -> Placement:
 
 AxisMap = Mapping[str, tuple[str, ...]]  # The names of pipe, data and model, of the user's mesh and in the user's functions
 
-_USUAL: AxisMap = {PIPE: ("pipe", "stage", "pp"), DATA: ("data", "replica", "batch", "dp"), MODEL: ("model", "tensor", "tp")}
+_USUAL: AxisMap = {
+    PIPE: ("pipe", "stage", "pp"),
+    DATA: ("data", "replica", "fsdp", "batch", "dp"),
+    MODEL: ("model", "tensor", "tp"),
+}
 
 
 def axis_map(axes: object, mesh: object) -> AxisMap:

@@ -78,7 +78,7 @@ class RankAxes:
         axis = {name: own for name, own, _ in self.names}
 
         def entry(given: Tree) -> Tree:
-            names = tuple(dict.fromkeys(axis.get(name, name) for name in _names(given)))
+            names = tuple(dict.fromkeys(axis.get(name, name) for name in axis_names(given)))
             return given if given is PartitionSpec.UNCONSTRAINED else names[0] if len(names) == 1 else names or None
 
         return PartitionSpec(*map(entry, spec))
@@ -335,7 +335,7 @@ class _Mover:
         if wrong:
             got = f"{sizes[wrong[0]]} along {wrong[0]!r}, where a rank has {self._sizes[self._own(wrong[0])]}"
             raise _error(eqn, "it is mapped over a mesh with as many devices along an axis as a rank has", got)
-        named = {name for spec in mapped.specs for entry in spec for name in _names(entry)}
+        named = {name for spec in mapped.specs for entry in spec for name in axis_names(entry)}
         wrong = [name for name in mapped.manual if name not in mine and name in named and sizes[name] > 1]
         if wrong:
             rule = f"inside a stage, values are those of one replica: what is divided over {wrong[0]!r} is divided already"
@@ -385,7 +385,7 @@ class _Mover:
         wrong = [
             name
             for given in spec
-            for name in _names(given)
+            for name in axis_names(given)
             if self._own(name) not in (*self._sizes, PIPE, DATA, MODEL) and sizes[name] > 1
         ]
         if wrong and self._sizes:
@@ -393,7 +393,7 @@ class _Mover:
             raise _error(eqn, rule, f"the axis {wrong[0]!r}")
 
         def entry(given: Tree) -> Tree:
-            names = dict.fromkeys(self._own(name) for name in _names(given) if self._divides(name))
+            names = dict.fromkeys(self._own(name) for name in axis_names(given) if self._divides(name))
             own = tuple(name for name in names if name not in scope.mesh.manual_axes)
             return given if given is PartitionSpec.UNCONSTRAINED else own or None
 
@@ -420,7 +420,7 @@ _REDUCTIONS = frozenset({"psum", "psum_invariant", "pmax", "pmin"})  # Kinds tha
 _UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda: 0))().eqns[0].params["out_shardings"][0]
 
 
-def _names(entry: Tree) -> tuple[str, ...]:
+def axis_names(entry: Tree) -> tuple[str, ...]:
     """The axes in an entry of a ``PartitionSpec``."""
     return entry if isinstance(entry, tuple) else () if entry is None or entry is PartitionSpec.UNCONSTRAINED else (entry,)
 

@@ -36,7 +36,8 @@ SHARED = frozenset({Role.PARAM, Role.OPT, Role.CONSTANT, Role.LOSS_SCALE})  # th
 class Ref:
     """The name of a value inside one stage: its role, its number, and for a cotangent the stage it comes from.
 
-    ``shared``: the same on all replicas though its role is not (a summed gradient; a batch leaf that all microbatches read whole).
+    ``shared``: what the replicas of a stage have together, though each has its own of the role (a summed gradient; a batch leaf
+    that all microbatches read whole), or a whole one: a parameter as they hold it between steps, each a part.
     """
 
     role: Role
@@ -59,6 +60,7 @@ class Program:
     outputs: tuple[Ref, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]  # of each input, as one replica has it
     spans: bool = False  # it sees all replicas at once: what each has of its own comes with one more axis, the first
+    sums: bool = False  # what it returns on each replica, element by element of what it is given, is added over the replicas
     name: str = "program"  # what it is called where it is compiled, and so in a trace of JAX's profiler: ``stage_2_forward``
     env: AxisEnv = ()  # the axes over which it may communicate
     lean: bool = False  # whether it is compiled to hold little at once, rather than to run independent operations side by side
@@ -72,7 +74,7 @@ class Program:
     def does(self) -> Hashable:
         """Equal for programs that do the same, whatever they are called; None if that takes a trace to see."""
         does = self.function.does if isinstance(self.function, ComparableFunction) else None
-        return None if does is None else (does, self.inputs, self.outputs, self.avals, self.spans, self.lean)
+        return None if does is None else (does, self.inputs, self.outputs, self.avals, self.spans, self.sums, self.lean)
 
     @property
     def donated(self) -> tuple[int, ...]:
