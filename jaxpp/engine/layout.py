@@ -511,6 +511,7 @@ class Preparer:
             split=split,
             owner=layout.owner,
             num_replicas=self.placement.num_replicas,
+            num_shards=self.placement.num_shards,
             own=self.placement.own,
             divided=layout.divided,
             scattered=layout.scattered if train else frozenset(),

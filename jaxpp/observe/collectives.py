@@ -18,7 +18,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +38,7 @@ from jaxpp.types import Batch, Key
 
 _STATED = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _UNKNOWN = "?: in a loop whose number of trips is not in the program, or in a branch; counted once"
+_SUMS = {"all-reduce": "all-reduced", "reduce-scatter": "reduce-scattered"}
 _HOST = "(host): in host memory"
 _IOTA = re.compile(r"\[(?P<to>[\d,]+)\](?:<=\[(?P<of>[\d,]+)\])?(?:T\((?P<perm>[\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(?P<sizes>[^\]]*)\](?:,\s*device_ids=\((?P<ids>[^()]*(?:\([^()]*\))?)\))?\s*\{(?P<axes>[^}]*)\}")
@@ -112,8 +113,8 @@ class Collectives:
 
     @property
     def communicated(self) -> int:
-        """Bytes that are all-reduced over the axis ``data`` in a step."""
-        return self.num_bytes("all-reduce", DATA)
+        """Bytes that are summed over the axis ``data`` in a step, all-reduced or reduce-scattered."""
+        return sum(self.num_bytes(kind, DATA) for kind in _SUMS)
 
     def to_json(self) -> str:
         """All numbers as JSON text, in bytes."""
@@ -143,7 +144,8 @@ class Collectives:
         found += [] if all(row.collective.exact for row in self.rows) else [_UNKNOWN]
         if self.parameter_bytes is not None:
             sizes = f"{bytes_in_words(self.communicated)} of {bytes_in_words(self.parameter_bytes)}"
-            found.append(f"communicated {sizes}: all-reduced over {DATA} in a step, of all parameters")
+            done = [word for kind, word in _SUMS.items() if self.count(kind, DATA)] or [*_SUMS.values()][:1]
+            found.append(f"communicated {sizes}: {' or '.join(done)} over {DATA} in a step, of all parameters")
         return found
 
     def __str__(self) -> str:
@@ -229,7 +231,7 @@ def collectives_of(engine: Engine, batch: Batch, key: Key | None, num_other: int
     rows = tuple(ProgramCollective(name[0], runs[name], each) for name, collectives in found.items() for each in collectives)
     params = engine.layout.params
     pairs = zip(engine.placed.names.all_params, jax.tree.leaves(params), strict=True)
-    sizes = [engine.placement[name.stage].num_bytes(name.ref, aval) for name, aval in pairs]
+    sizes = [engine.placement[name.stage].num_bytes(replace(name.ref, shared=False), aval) for name, aval in pairs]
     own = sizes[len(jax.tree.leaves(params.shared)) :] if isinstance(params, Joint) else []
     share = sum(own) / sum(map(count_bytes, jax.tree.leaves(params.own))) if own else 1.0
     return Collectives(rows, sum(sizes) + round(share * num_other))

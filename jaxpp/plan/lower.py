@@ -68,10 +68,11 @@ def lower(
         offloading.bring_back(action)
         if action in chosen:
             program, fused = chosen[action]
+            program = scattering.within(action, program)
             passing.supply(action, program)
             _act(builder, step, action, program, fused, offloading)
             passing.note(action, program)
-            scattering.add(action, program)
+            scattering.behind(action, program)
         offloading.take_out(action)
     for stage, sums in enumerate(step.sums):
         if not sums.stays_packed:
@@ -271,8 +272,7 @@ def _act(
     cut = step.cuts[variant]
     inputs = offloading.current([local_name(stage, ref, i, variant) for ref in program.inputs])
     outputs = [local_name(stage, ref, i + (ref.role == Role.STATE), variant) for ref in program.outputs]
-    if step.scattered:
-        outputs = [name._replace(microbatch=i) if name.ref.role == Role.GRAD else name for name in outputs]
+    outputs = [name._replace(microbatch=i) if name.ref.role == Role.GRAD and name.ref.peer == stage else name for name in outputs]
     builder.compute(label if fused is None else f"{action} {last}", program, stage, inputs, outputs, action=action, fused=fused)
     for ref in program.outputs:
         peers = cut.consumers[ref.index] if ref.role == Role.ACTIVATION else ()
@@ -359,42 +359,56 @@ class _ModelState:
 
 
 class _Scattering:
-    """Sums gradients of which each replica is to hold a part: a backward's own are scattered behind it, and the parts added up."""
+    """Has replicas sum a part each of the gradients: those of a backward are scattered, and added to the parts of those before.
+
+    The backward's own program does it, if no axis is left to the compiler; otherwise one behind it.
+    """
 
     def __init__(self, builder: Builder, step: Step):
         self._builder, self._step = builder, step
         self._avals = [step.accumulators(stage) for stage in range(step.num_stages if step.scattered else 0)]
         self._begun: set[Name] = set()
 
-    def add(self, action: Action, program: Program) -> None:
-        builder, step, (stage, _, i) = self._builder, self._step, action
-        made = [ref for ref in program.outputs if ref.role == Role.GRAD] if step.scattered else []
-        apart = tuple(ref for ref in made if ref.index in step.scattered)
-        if apart:
-            own, parts = [Name(stage, ref, i) for ref in apart], [Name(stage, step.sum_of(ref), i) for ref in apart]
-            refs, avals = tuple(name.ref for name in parts), shapes_of(self._avals[stage][ref] for ref in apart)
-            make = functools.partial(Program, _same, apart, refs, avals, sums=True, name=f"stage_{stage}_scatter")
-            program = step.once(("scatter", stage, apart), make)
-            builder.compute(f"scatter gradients of {action}", program, stage, own, parts, ())
-        old = []
-        for ref in made:
-            total, part = Name(stage, step.sum_of(ref)), Name(stage, step.sum_of(ref), i)
-            if total in self._begun:
-                old.append(ref)
-            else:
-                builder.send(f"rename {ref.role} {ref.index} of stage {stage}", part, total)
-                self._begun.add(total)
-        if old:
-            refs, avals = tuple(map(step.sum_of, old)), shapes_of(self._avals[stage][ref] for ref in old)
-            make = functools.partial(Program, _added, refs * 2, refs, avals * 2, name=f"stage_{stage}_add")
-            totals, parts = [Name(stage, ref) for ref in refs], [Name(stage, ref, i) for ref in refs]
-            program = step.once(("add", stage, refs), make)
-            builder.compute(f"add gradients of {action}", program, stage, totals + parts, totals, tuple(range(len(refs))))
+    def within(self, action: Action, program: Program) -> Program:
+        """The program of an action that adds its gradients to what replicas hold of them."""
+        made = [ref for ref in program.outputs if ref.role == Role.GRAD] if self._step.scattered else []
+        if not made or self._step.num_shards > 1:
+            return program if not made else self._apart(action.stage, program)
+        return self._onto(action.stage, program)
 
+    def behind(self, action: Action, program: Program) -> None:
+        """Write the line that adds what an action's program leaves to be added."""
+        stage, _, i = action
+        made = tuple(ref for ref in program.outputs if ref.role == Role.GRAD and ref.peer == stage)
+        if made:
+            totals = tuple(replace(ref, peer=-1) for ref in made)
+            avals = shapes_of(self._avals[stage][ref] for ref in totals)
+            make = functools.partial(Program, _same, made, totals, avals, name=f"stage_{stage}_scatter")
+            scatter = self._onto(stage, self._step.once(("scatter", stage, made), make))
+            names = ([Name(stage, ref, i if ref in made else -1) for ref in refs] for refs in (scatter.inputs, scatter.outputs))
+            self._builder.compute(f"scatter gradients of {action}", scatter, stage, *names)
 
-def _added(*values: Array) -> list[Array]:
-    half = len(values) // 2
-    return list(map(operator.add, values[:half], values[half:]))
+    def _apart(self, stage: int, program: Program) -> Program:
+        """The program with a name for its own gradients."""
+        outputs = tuple(replace(ref, peer=stage) if ref.role == Role.GRAD else ref for ref in program.outputs)
+        return self._step.once(("apart", program), lambda: replace(program, outputs=outputs))
+
+    def _onto(self, stage: int, program: Program) -> Program:
+        """The program that adds gradients to sums, which it is given behind its arguments unless there are none yet."""
+        outputs, count = tuple(map(self._step.sum_of, program.outputs)), len(program.inputs)
+        avals = {self._step.sum_of(ref): aval for ref, aval in self._avals[stage].items()}
+        made = [ref for ref in outputs if ref.role == Role.GRAD]
+        onto = tuple(ref for ref in made if Name(stage, ref) in self._begun)
+        self._begun |= {Name(stage, ref) for ref in made}
+
+        def run(*args: Array) -> list[Array]:
+            return program.function(*args[:count])
+
+        def make() -> Program:
+            inputs, shapes = (*program.inputs, *onto), (*program.avals, *shapes_of(avals[ref] for ref in onto))
+            return replace(program, function=run, inputs=inputs, outputs=outputs, avals=shapes, sums=True)
+
+        return self._step.once(("onto", program, onto), make)
 
 
 def _to_rows(count: int, *values: Array) -> list[Array]:

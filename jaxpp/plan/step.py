@@ -88,6 +88,7 @@ class Step:
     split: Split  # examples of a replica in each microbatch, and the replicas that have one fewer
     owner: tuple[int, ...]  # the stage that owns each parameter leaf
     num_replicas: int  # how many replicas share the work of a microbatch
+    num_shards: int  # how many devices share the parameters of a replica's stage
     own: frozenset[tuple[Role, int]]  # the parameters and gradients of which each replica has its own, by role and number
     divided: frozenset[int]  # the parameters of which each replica holds a part between steps
     scattered: frozenset[int]  # the parameters of whose gradients each replica sums a part

@@ -9,7 +9,7 @@ one array with the replicas as its first axis, sharded over ``data``; programs o
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -205,37 +205,36 @@ class Submesh(Place):
         return dataclasses.replace(self, **values)
 
     def _of_all(self, program: Program) -> Callable[..., list[Leaf]]:
-        if program.sums:
-            return self._of_sums(program)
-        reads, writes = ([self.per_replica(ref) for ref in refs] for refs in (program.inputs, program.outputs))
+        ends = program.inputs, program.outputs
+        reads, writes = ([self.per_replica(ref) for ref in refs] for refs in ends)
         if program.spans or not any((*reads, *writes)):
             return program.function
-
-        def over_data(ref: Ref) -> PartitionSpec:
-            return PartitionSpec(*(DATA if DATA in axis_names(entry) else None for entry in self.sharding(ref).spec))
+        axes = set(self.axis_sizes) if program.sums else set(RankAxes(self.mesh.abstract_mesh).apart)
+        ins, outs = ([_over(axes, self.sharding(ref).spec) for ref in refs] for refs in ends)
 
         def of_one(*args: Leaf) -> list[Leaf]:
-            results = program.function(*(arg[0] if mine else arg for arg, mine in zip(args, reads, strict=True)))
+            given = [arg[0] if mine else arg for arg, mine in zip(args, reads, strict=True)]
+            results = program.function(*given)
+            if program.sums:
+                sums = {ref: value for ref, value in zip(program.inputs, given, strict=True) if ref.role == Role.GRAD}
+                made = zip(results, program.outputs, outs, writes, strict=True)
+                parts = [(value if mine else _summed(value, spec), ref) for value, ref, spec, mine in made]
+                results = [sums[ref] + value if ref in sums else value for value, ref in parts]
             return [jax.numpy.asarray(r)[None] if mine else r for r, mine in zip(results, writes, strict=True)]
 
-        ins, outs = (list(map(over_data, refs)) for refs in (program.inputs, program.outputs))
-        apart = set(RankAxes(self.mesh.abstract_mesh).apart)
-        return jax.shard_map(of_one, mesh=self.mesh, in_specs=tuple(ins), out_specs=outs, axis_names=apart, check_vma=False)
+        return jax.shard_map(of_one, mesh=self.mesh, in_specs=tuple(ins), out_specs=outs, axis_names=axes, check_vma=False)
 
-    def _of_sums(self, program: Program) -> Callable[..., list[Leaf]]:
-        """Every device has its part of what it is given, and of the sums only that which it is to hold."""
-        ins, outs = ([self.sharding(ref).spec for ref in refs] for refs in (program.inputs, program.outputs))
 
-        def added(value: Leaf, spec: PartitionSpec) -> Leaf:
-            at = next((k for k, entry in enumerate(spec) if DATA in axis_names(entry)), None)
-            if at is None:
-                return jax.lax.psum(value, DATA)
-            return jax.lax.psum_scatter(value, DATA, scatter_dimension=at, tiled=True)
+def _over(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
+    """What a sharding says of some axes alone."""
+    named = [tuple(axis for axis in axis_names(entry) if axis in axes) for entry in spec]
+    return PartitionSpec(*(each[0] if len(each) == 1 else each or None for each in named))
 
-        def of_one(*args: Leaf) -> list[Leaf]:
-            return [added(value, spec) for value, spec in zip(program.function(*(arg[0] for arg in args)), outs, strict=True)]
 
-        return jax.shard_map(of_one, mesh=self.mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False)
+def _summed(value: Leaf, spec: PartitionSpec) -> Leaf:
+    """The sum over replicas, or of it the part that ``spec`` gives to this one."""
+    at = next((k for k, entry in enumerate(spec) if DATA in axis_names(entry)), None)
+    return jax.lax.psum(value, DATA) if at is None else jax.lax.psum_scatter(value, DATA, scatter_dimension=at, tiled=True)
 
 
 def devices_of(shown: "Device | Submesh") -> tuple[Device, ...]:

@@ -60,7 +60,7 @@ class Program:
     outputs: tuple[Ref, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]  # of each input, as one replica has it
     spans: bool = False  # it sees all replicas at once: what each has of its own comes with one more axis, the first
-    sums: bool = False  # what it returns on each replica, element by element of what it is given, is added over the replicas
+    sums: bool = False  # what it returns for all replicas is the sum of what it makes on each, a gradient onto the one it is given
     name: str = "program"  # what it is called where it is compiled, and so in a trace of JAX's profiler: ``stage_2_forward``
     env: AxisEnv = ()  # the axes over which it may communicate
     lean: bool = False  # whether it is compiled to hold little at once, rather than to run independent operations side by side
