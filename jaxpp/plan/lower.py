@@ -385,8 +385,8 @@ class _Scattering:
             avals = shapes_of(self._avals[stage][ref] for ref in totals)
             make = functools.partial(Program, _same, made, totals, avals, name=f"stage_{stage}_scatter")
             scatter = self._onto(stage, self._step.once(("scatter", stage, made), make))
-            names = ([Name(stage, ref, i if ref in made else -1) for ref in refs] for refs in (scatter.inputs, scatter.outputs))
-            self._builder.compute(f"scatter gradients of {action}", scatter, stage, *names)
+            names = [[Name(stage, ref, i if ref in made else -1) for ref in refs] for refs in (scatter.inputs, scatter.outputs)]
+            self._builder.compute(f"scatter gradients of {action}", scatter, stage, names[0], names[1])
 
     def _apart(self, stage: int, program: Program) -> Program:
         """The program with a name for its own gradients."""
