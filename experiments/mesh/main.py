@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,7 @@ from experiments.mesh.problems import Problem, gpt, mlp
 from experiments.options import ConfigError, Flag, check_figure, check_multiple, check_names, check_numbers, figure_file, flag
 from experiments.plain import plain_step
 from experiments.results import Findings, columns, command, noted
+from jaxpp.options import SHARDS
 from jaxpp.runtime.progress import progress
 
 __all__ = ["MODELS", "Config", "ConfigError", "Result", "every_mesh", "main", "run", "table"]
@@ -40,6 +42,7 @@ class Config:
     Attributes:
         models: gpt, mlp, or both.
         meshes: pipe x data x model, such as 2x2x2; each of ``devices`` devices.
+        shards: what replicas divide between them, on the mesh with the most axes: rows of a further table; none for no table.
         every: all meshes there are instead, each axis a power of two.
         devices: in a mesh.
         steps: trained on each mesh.
@@ -63,6 +66,7 @@ class Config:
 
     models: tuple[str, ...] = MODELS
     meshes: tuple[str, ...] = ("4x2x1", "2x4x1", "2x2x2", "1x2x4", "1x8x1")
+    shards: tuple[str, ...] = ("optimizer", "gradients", "parameters")
     every: Flag = False
     devices: int = 8
     steps: int = 4
@@ -84,6 +88,7 @@ class Config:
 
     def __post_init__(self):
         check_names("models", self.models, MODELS, none=False)
+        check_names("shards", self.shards, SHARDS)
         check_numbers(self)
         check_multiple(self, "batch", "microbatches", "microbatches are of one size here")
         check_multiple(self, "gpt_width", "gpt_heads", "heads share the width equally")
@@ -104,18 +109,20 @@ class Result(Findings):
         config: what was asked for.
         oracles: the losses of each model on one device.
         rows: one a model and mesh.
+        divided: one a model and what its replicas divide.
         figure: the file, if one was drawn.
     """
 
     config: Config
     oracles: dict[str, tuple[float, ...]]
     rows: tuple[Row, ...]
+    divided: tuple[Row, ...]
     figure: Path | None
 
     def to_json(self) -> str:
         """One line: everything but the tables of collectives, of which it has the sums."""
         kept = dataclasses.asdict(self)
-        for found, row in zip(kept["rows"], self.rows, strict=True):
+        for found, row in zip((*kept["rows"], *kept["divided"]), (*self.rows, *self.divided), strict=True):
             del found["table"]
             found["shape"], found["beyond"] = str(row.shape), row.beyond
             found |= {name: getattr(row, name)._asdict() for name in ("sent", "data", "model_axis")}
@@ -150,26 +157,29 @@ def run(config: Config) -> Result:
         )
     with jax.enable_x64(True) if config.dtype == "float64" else contextlib.nullcontext():
         oracles, rows = _compare(config)
+    whole, divided = ([row for row in rows if bool(row.shard) == shards] for shards in (False, True))
     if figure:
-        axes_figure(_panels(config, rows), _heading(config)).savefig(figure)
-    return Result(config, oracles, tuple(rows), figure)
+        axes_figure(_panels(config, whole), _heading(config)).savefig(figure)
+    return Result(config, oracles, tuple(whole), tuple(divided), figure)
 
 
 def _compare(config: Config) -> tuple[dict[str, tuple[float, ...]], list[Row]]:
     """Train each model on one device, then on every mesh: the losses of the one, and what the others did."""
+    most = _most_axes(config.shapes)
+    wanted = [(shape, "") for shape in config.shapes] + [(most, shard) for shard in config.shards if most.data > 1]
     keys = tuple(jax.random.split(jax.random.key(config.seed)))
     optimizer, oracles, rows = optax.adamw(RATE, eps=EPSILON), {}, []
-    with progress(total=len(config.models) * len(config.shapes), unit="mesh") as bar:
+    with progress(total=len(config.models) * len(wanted), unit="mesh") as bar:
         for name in config.models:
             problem = _problem(name, config)
             plain = plain_step(problem.loss_fn, optimizer, config.microbatches)
             oracle = train_plainly(problem, plain, optimizer, keys, config.steps)
             oracles[name] = oracle.losses
-            for shape in config.shapes:
-                bar.set_description(f"{name} {shape}")
+            for shape, shard in wanted:
+                bar.set_description(f"{name} {shape} {shard}".strip())
                 with noted(f"This was {name} on {shape}."):
                     count, rounds = config.microbatches, config.rounds
-                    rows.append(measure(name, problem, shape, optimizer, count, keys, oracle, plain, rounds))
+                    rows.append(measure(name, problem, shape, optimizer, count, keys, oracle, plain, rounds, shard))
                 bar.update()
     return oracles, rows
 
@@ -198,13 +208,14 @@ def table(result: Result) -> str:
         *columns(told),
         "KiB a step, of all devices together; beyond: what is reduced over data but for each device's parameters, once",
     ]
-    return "\n".join([*lines, *_full(result)])
+    return "\n".join([*lines, *_divided(result), *_full(result)])
 
 
 def main() -> None:
     """Read the command line, run, print the tables, and write the line of JSON."""
     result = command("mesh", Config, DESCRIPTION, run, table)
-    wrong = [f"mesh: {row.model} {row.shape} does not equal the oracle. {row.reason}" for row in result.rows if not row.equal]
+    rows = [row for row in (*result.rows, *result.divided) if not row.equal]
+    wrong = [f"mesh: {row.model} {row.shape} {row.shard} does not equal the oracle. {row.reason}" for row in rows]
     if wrong:
         raise SystemExit("\n".join(wrong))
 
@@ -246,9 +257,28 @@ def _check_shapes(config: Config) -> None:
         raise ConfigError(f"{', '.join(rough)}: shards are equal. Fix: pass a multiple of {shards}.")
 
 
+def _most_axes(shapes: Sequence[Shape]) -> Shape:
+    return max(shapes, key=lambda shape: sum(size > 1 for size in shape))
+
+
+def _divided(result: Result) -> list[str]:
+    """What replicas hold and send that divide their state, beside those that do not."""
+    if not result.divided:
+        return []
+    names = "model,mesh,shard,equals the oracle,params,optimizer,over data,formula,beyond,step / plain"
+    rows = [names.split(",")]
+    shape = result.divided[0].shape
+    for row in sorted((*(row for row in result.rows if row.shape == shape), *result.divided), key=lambda row: row.model):
+        held = [_kib(max(row.params)), _kib(max(row.optimizer))]
+        told = [_kib(row.around), _kib(row.around_at_least), f"{row.around - row.around_at_least} B", f"{row.ratio:.1f}"]
+        rows.append([row.model, str(row.shape), row.shard or "-", "yes" if row.equal else "no", *held, *told])
+    told = "over data: KiB that all devices send in a step, each collective around a ring; beyond: more than by the formula"
+    return ["", *columns(rows), told]
+
+
 def _full(result: Result) -> list[str]:
     """All collectives of the first model, on the mesh with the most axes."""
-    row = max(result.rows, key=lambda row: sum(size > 1 for size in row.shape))
+    row = next(row for row in result.rows if row.shape == _most_axes(result.config.shapes))
     return ["", f"{row.model} on {row.shape}: the collectives of a step; bytes of operands on one device", row.table]
 
 

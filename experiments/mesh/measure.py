@@ -90,6 +90,7 @@ class Row:
         ratio: time of a step over that of the plain one.
         sums: the collectives by axes and kind, in bytes on one device of each rank.
         table: all of them, as printed.
+        shard: what the replicas divide between them; empty if each holds all.
     """
 
     model: str
@@ -109,6 +110,7 @@ class Row:
     ratio: float
     sums: Any
     table: str
+    shard: str = ""
 
     @property
     def beyond(self) -> int:
@@ -116,12 +118,28 @@ class Row:
         return self.data.num_bytes - sum(self.params) if self.shape.data > 1 else 0
 
     @property
+    def around(self) -> int:
+        """Bytes that all devices together send over ``data`` alone, if its collectives go around a ring."""
+        replicas, devices = self.shape.data, self.shape.data * self.shape.model
+        share = (replicas - 1) / replicas
+        rounds = {"all-reduce": 2 * share, "reduce-scatter": share, "all-gather": replicas - 1}
+        return round(devices * sum(rounds[each["kind"]] * each["num_bytes"] for each in self.sums if each["axes"] == ["data"]))
+
+    @property
+    def around_at_least(self) -> int:
+        """What of it is gradients that are summed and parameters that are gathered, by the formula of the guide."""
+        replicas = self.shape.data
+        times = self.microbatches + 1 if self.shard == "gradients" else 2
+        whole = sum(self.params) * (replicas if self.shard == "parameters" else 1)
+        return round(times * (replicas - 1) / replicas * whole)
+
+    @property
     def by_axis(self) -> tuple[int, int, int]:
         """Bytes along each of ``AXES``."""
         return sum(self.sent), self.data.num_bytes, self.model_axis.num_bytes
 
 
-def measure(
+def measure(  # noqa: PLR0913, PLR0917  (what a row is of)
     model: str,
     problem: Problem,
     shape: Shape,
@@ -131,6 +149,7 @@ def measure(
     oracle: Trained,
     plain: Callable[..., Any],
     rounds: int,
+    shard: str = "",
 ) -> Row:
     """Train as the oracle was, compare, and count.
 
@@ -144,6 +163,7 @@ def measure(
         oracle: what one device came to.
         plain: its step.
         rounds: how often a step of each kind is timed, by turns.
+        shard: what the replicas divide between them, if anything.
     """
     pipe = jaxpp.Pipeline(
         problem.loss_fn,
@@ -152,6 +172,7 @@ def measure(
         num_microbatches=num_microbatches // shape.data,
         mesh=shape.mesh,
         shardings=problem.shardings,
+        shard=shard or None,
     )
     steps, losses = len(oracle.losses), []
     state = pipe.init(problem.init, keys[0], problem.batch(0))
@@ -183,6 +204,7 @@ def measure(
         ratio=_ratio(pipe, state, plain, (jax.device_put(oracle.params), optimizer), (batch, key), rounds),
         sums=json.loads(collectives.to_json())["sums"],
         table=str(collectives),
+        shard=shard,
     )
 
 

@@ -284,6 +284,7 @@ class Engine:
             states,
             packed,
             self.placement.own,
+            apart=self.layout.parts != self.layout.specs,
             donate=donate and not calls,
         )
         if calls:

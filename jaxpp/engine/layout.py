@@ -15,7 +15,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpp.engine.lru import LRU
-from jaxpp.engine.sharding_rules import num_parts, opt_specs_of, over_both, over_model, specs_of
+from jaxpp.engine.sharding_rules import fits, num_parts, opt_specs_of, over_both, over_model, specs_of
 from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
 from jaxpp.errors import ArgumentError, BatchError, warn
 from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gradients
@@ -40,7 +40,7 @@ from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
 from jaxpp.stages.cuts.by_step import Lengths, Links, PerStage, balance_step, step_costs
 from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy, with_copies
 from jaxpp.stages.estimate import rates_of
-from jaxpp.stages.jaxpr import shapes_of
+from jaxpp.stages.jaxpr import describe, shapes_of
 from jaxpp.stages.layers import rows_between, slices_between
 from jaxpp.stages.loss.aux import Reducer, check_aux
 from jaxpp.stages.loss.microbatch import Split, batch_avals, check_batch, check_shared, resized, scale_dtype, sizes, split_any
@@ -255,13 +255,18 @@ class _Layouts:
         leaves = jax.tree.leaves(params)
         given = list(specs) or [PartitionSpec()] * len(leaves)
         given[shared:] = map(over_model, given[shared:])  # each replica has its own
-        if sizes.get(DATA, 1) == 1 or not (shard or any(spec != over_model(spec) for spec in given)):
-            return tuple(specs), frozenset()
-        pairs = enumerate(zip(given, leaves, strict=True))
-        parts = tuple(over_both(spec, leaf.shape, sizes, divide=bool(shard) and k < shared) for k, (spec, leaf) in pairs)
-        of_user = {k for k, spec in enumerate(given) if num_parts(spec, sizes) > num_parts(over_model(spec), sizes)}
-        mine = {k for k, part in enumerate(parts) if "parameters" in shard and num_parts(part, sizes) > num_parts(given[k], sizes)}
-        return parts, frozenset(of_user | mine)
+        pairs = list(zip(given, leaves, strict=True))
+        if rough := [f"{describe(leaf)}: {spec}" for spec, leaf in pairs if not fits(over_model(spec), leaf.shape, sizes)]:
+            rule = "where a loop over layers is cut, a stage holds the rows of its layers, and devices share these evenly"
+            raise ArgumentError(
+                "shardings", rule, rough, "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
+            )
+        asked = [DATA in itertools.chain.from_iterable(map(axis_names, spec)) for spec in given]
+        if sizes.get(DATA, 1) == 1 or not (shard or any(asked)):
+            return tuple(map(over_model, given)) if specs else (), frozenset()
+        parts = [over_both(spec, leaf.shape, sizes, divide=bool(shard) and k < shared) for k, (spec, leaf) in enumerate(pairs)]
+        wanted = (k for k, part in enumerate(parts) if part != over_model(part) and (asked[k] or "parameters" in shard))
+        return tuple(parts), frozenset(wanted)
 
     def _scattered(self, parts: Sequence[PartitionSpec], packed: Collection[int]) -> frozenset[int]:
         """The leaves whose gradients are summed in parts; those in a vector of small ones are divided when they are summed."""

@@ -182,13 +182,15 @@ def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]
     for spec, (path, leaf) in zip(specs, leaves, strict=True):
         where = f"{path_name(path)}, {describe(leaf)}: {spec}"
         named = [axis for entry in spec for axis in axis_names(entry)]
-        counts = [num_parts(entry, sizes) for entry in spec]
         if set(named) - {DATA, MODEL}:
             wrong.append(f"{where} has another axis")
         elif len(spec) > len(leaf.shape) or len(set(named)) < len(named):
             wrong.append(f"{where} does not fit its axes")
-        elif uneven := [count for count, size in zip(counts, leaf.shape, strict=False) if size % count]:
-            wrong.append(f"{where} is not divisible by {uneven[0]}")
+        elif not fits(spec, leaf.shape, sizes):
+            uneven = (
+                num_parts(entry, sizes) for entry, size in zip(spec, leaf.shape, strict=False) if size % num_parts(entry, sizes)
+            )
+            wrong.append(f"{where} is not divisible by {next(uneven)}")
     if wrong:
         fix = 'change the sharding, or map Flax\'s axis names: shardings=[("mlp", "model"), ("embed", None)]'
         raise ArgumentError("shardings", 'axes of a parameter may be sharded over "model" and "data", evenly', wrong, fix)
@@ -200,6 +202,11 @@ def num_parts(given: Tree, sizes: Mapping[str, int]) -> int:
     return math.prod(sizes.get(axis, 1) for entry in entries for axis in axis_names(entry))
 
 
+def fits(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
+    """Whether devices share an array evenly."""
+    return all(size % num_parts(entry, sizes) == 0 for entry, size in zip(spec, shape, strict=False))
+
+
 def over_model(spec: PartitionSpec) -> PartitionSpec:
     """How the leaf is sharded while it is computed with."""
     return PartitionSpec(*(MODEL if MODEL in axis_names(entry) else None for entry in spec))
@@ -207,6 +214,8 @@ def over_model(spec: PartitionSpec) -> PartitionSpec:
 
 def over_both(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int], *, divide: bool) -> PartitionSpec:
     """How the leaf is held divided over ``data``: as ``spec`` says, or else, to ``divide``, along the first axis that can be."""
+    if not fits(spec, shape, sizes):  # rows of a stacked leaf are fewer on each stage than the axis divides
+        spec, divide = over_model(spec), True
     entries = [axis_names(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     if divide and not any(DATA in entry for entry in entries):
         counts = [num_parts((*entry, DATA), sizes) for entry in entries]

@@ -34,6 +34,7 @@ class UpdatePart(NamedTuple):
 
     level: int
     stage: int
+    own: bool = False  # what each replica computes of its own, where replicas compute the rest together
 
 
 class UpdateInputs(NamedTuple, Generic[_T]):
@@ -120,7 +121,7 @@ _NEW = 1  # marks the name of a parameter or optimizer leaf as the one after the
 _LARGE = 1 << 27  # bytes of arguments above which an update holds little at once, rather than update all leaves side by side
 
 
-def add_update(
+def add_update(  # noqa: PLR0913  (what an update reads)
     builder: Builder,
     update: Update,
     loss: Name,
@@ -131,9 +132,13 @@ def add_update(
     own: _Own,
     *,
     donate: bool,
+    apart: bool,
 ) -> UpdateResults[Name]:
-    """Add the update to a step that has its gradients; ``states`` are those of the new model state, ``before`` of the old one."""
-    return _Writer(builder, update, update.names(loss, params, before, states), packed, own, donate).run()
+    """Add the update to a step that has its gradients; ``states`` are those of the new model state, ``before`` of the old one.
+
+    ``apart``: replicas divide what they do not have of their own, which programs of its own then update.
+    """
+    return _Writer(builder, update, update.names(loss, params, before, states), packed, own, donate=donate, apart=apart).run()
 
 
 class _Part(NamedTuple):
@@ -146,15 +151,30 @@ class _Part(NamedTuple):
 
 
 class _Writer:
-    def __init__(self, builder: Builder, update: Update, names: UpdateInputs[Name], packed: _Packed, own: _Own, donate: bool):
-        self.builder, self.update, self.donate = builder, update, donate
+    def __init__(
+        self,
+        builder: Builder,
+        update: Update,
+        names: UpdateInputs[Name],
+        packed: _Packed,
+        own: _Own,
+        *,
+        donate: bool,
+        apart: bool,
+    ):
+        self.builder, self.update, self.donate, self.apart = builder, update, donate, apart
         graph, inputs = update.graph, UpdateInputs(*refilled(names, update.graph.inputs))
         self.source: dict[Var, Name] = dict(zip(graph.inputs, flat(names), strict=True))
         self.old: list[Var] = [*inputs.params, *inputs.opt]  # the results begin with the new versions of these
         self.stages = flat(update.result_stages)
+        self.own = descendants(graph, [var for var, name in self.source.items() if (name.ref.role, name.ref.index) in own])
+        self.parts = [
+            part._replace(own=apart and not self.own.isdisjoint(eqn.outvars)) if part else None
+            for part, eqn in zip(update.parts, graph.eqns, strict=True)
+        ]
         self.result_parts = self._result_parts()
         homes = {atom: part for atom, part in zip(graph.outputs, self.result_parts, strict=True) if isinstance(atom, Var)}
-        self.pieces: Mapping[UpdatePart, Piece] = partition(graph, update.parts, homes)
+        self.pieces: Mapping[UpdatePart, Piece] = partition(graph, self.parts, homes)
         self.made = {var: part for part, piece in self.pieces.items() for var in piece.outputs}
         self.readers: dict[Var, list[UpdatePart]] = {}
         for part, piece in self.pieces.items():
@@ -170,13 +190,14 @@ class _Writer:
             self.vectors[vector] = pack.aval
             self.held[vector.stage, inputs.grads[leaf]] = vector, _Part(*pack.bounds[at], pack.avals[at].shape)
         self.serial = 0
-        self.own = descendants(graph, [var for var, name in self.source.items() if (name.ref.role, name.ref.index) in own])
 
     def _result_parts(self) -> list[UpdatePart]:
         graph, producers = self.update.graph, self.update.graph.producers()
         eqns = [producers.get(atom) if isinstance(atom, Var) else None for atom in graph.outputs]
-        made = [None if eqn is None else self.update.parts[eqn] for eqn in eqns]
-        return [UpdatePart(0, stage) if part is None else part for part, stage in zip(made, self.stages, strict=True)]
+        made = [None if eqn is None else self.parts[eqn] for eqn in eqns]
+        own = [self.apart and atom in self.own for atom in graph.outputs]
+        given = [UpdatePart(0, stage, each) for stage, each in zip(self.stages, own, strict=True)]
+        return [at if part is None else part for part, at in zip(made, given, strict=True)]
 
     def run(self) -> UpdateResults[Name]:
         results: dict[int, Name] = {}
@@ -208,7 +229,7 @@ class _Writer:
         return self._fresh(stage, self.update.graph.outputs[k])
 
     def _compute(self, part: UpdatePart, mine: Sequence[int]) -> list[Name]:
-        (level, stage), piece, graph = part, self.pieces.get(part, Piece()), self.update.graph
+        (level, stage, apart), piece, graph = part, self.pieces.get(part, Piece()), self.update.graph
         results = [graph.outputs[k] for k in mine]
         inputs = [var for var in piece.inputs if var not in graph.constants]
         held = [self._hold(stage, var) for var in inputs]
@@ -234,18 +255,18 @@ class _Writer:
         self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
         shapes = {name: self.vectors.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
-        called = f"stage_{stage}_update" + f"_{level}" * (level > 0)
+        called = f"stage_{stage}_update" + f"_{level}" * (level > 0) + "_own" * apart
         avals = shapes_of(shapes[name] for name in names_in)
         made = Program(comparable, *refs, avals, name=called, lean=sum(map(count_bytes, avals)) > _LARGE)
         program = self.update.programs.setdefault((part, self.donate, *refs), made)  # the first one stays, for it is compiled
-        label = f"update stage {stage}" + f", part {level + 1}" * (level > 0)
+        label = f"update stage {stage}" + f", part {level + 1}" * (level > 0) + ", of each replica" * apart
         self.builder.compute(label, program, stage, names_in, names_out, tuple(range(len(donated))))
         for (peer, dtype), group, name in zip(packs, packs.values(), names_out[len(results) + len(returned) :], strict=True):
             self._deliver(peer, group, name, jax.ShapeDtypeStruct((len(group),), dtype))
         return names_out[: len(results)]
 
     def _readers(self, var: Var) -> set[int]:
-        return {stage for _, stage in self.readers.get(var, ())}
+        return {part.stage for part in self.readers.get(var, ())}
 
     def _packs(self, part: UpdatePart) -> dict[tuple[int, DType], list[Var]]:
         packs: dict[tuple[int, DType], list[Var]] = {}

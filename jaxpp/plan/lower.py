@@ -386,7 +386,8 @@ class _Scattering:
             make = functools.partial(Program, _same, made, totals, avals, name=f"stage_{stage}_scatter")
             scatter = self._onto(stage, self._step.once(("scatter", stage, made), make))
             names = [[Name(stage, ref, i if ref in made else -1) for ref in refs] for refs in (scatter.inputs, scatter.outputs)]
-            self._builder.compute(f"scatter gradients of {action}", scatter, stage, names[0], names[1])
+            sums = tuple(range(len(made), len(scatter.inputs)))  # no result is as large as what is scattered
+            self._builder.compute(f"scatter gradients of {action}", scatter, stage, names[0], names[1], sums)
 
     def _apart(self, stage: int, program: Program) -> Program:
         """The program with a name for its own gradients."""

@@ -9,7 +9,7 @@ one array with the replicas as its first axis, sharded over ``data``; programs o
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -209,8 +209,12 @@ class Submesh(Place):
         reads, writes = ([self.per_replica(ref) for ref in refs] for refs in ends)
         if program.spans or not any((*reads, *writes)):
             return program.function
-        axes = set(self.axis_sizes) if program.sums else set(RankAxes(self.mesh.abstract_mesh).apart)
-        ins, outs = ([_over(axes, self.sharding(ref).spec) for ref in refs] for refs in ends)
+        if program.sums:  # each device has its part of everything
+            axes = set(self.axis_sizes)
+            ins, outs = ([self.sharding(ref).spec for ref in refs] for refs in ends)
+        else:
+            axes, whole = set(RankAxes(self.mesh.abstract_mesh).apart), PartitionSpec()
+            ins, outs = ([PartitionSpec(DATA) if mine else whole for mine in each] for each in (reads, writes))
 
         def of_one(*args: Leaf) -> list[Leaf]:
             given = [arg[0] if mine else arg for arg, mine in zip(args, reads, strict=True)]
@@ -223,12 +227,6 @@ class Submesh(Place):
             return [jax.numpy.asarray(r)[None] if mine else r for r, mine in zip(results, writes, strict=True)]
 
         return jax.shard_map(of_one, mesh=self.mesh, in_specs=tuple(ins), out_specs=outs, axis_names=axes, check_vma=False)
-
-
-def _over(axes: Collection[str], spec: PartitionSpec) -> PartitionSpec:
-    """What a sharding says of some axes alone."""
-    named = [tuple(axis for axis in axis_names(entry) if axis in axes) for entry in spec]
-    return PartitionSpec(*(each[0] if len(each) == 1 else each or None for each in named))
 
 
 def _summed(value: Leaf, spec: PartitionSpec) -> Leaf:

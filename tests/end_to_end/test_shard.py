@@ -181,7 +181,7 @@ def test_sets_of_a_bank_are_their_replicas_own(x64, shard):
         bank = jaxpp.Bank(sets, optax.adam(1e-2))
         pipe = pipeline(of_task, bank=bank, shard=each)
         results, state = trained(pipe, wide(X, dtype=jnp.float64), X.astype(float), task=["a", "b"])
-        found.append((results, {name: jax.device_get(bank[name]) for name in sets}))
+        found.append((results, {name: jax.device_get(bank.params(name)) for name in sets}))
         whole, held = bytes_of(state.opt_state)
         assert held < 0.51 * whole or each is None
     compare("state", found[1], found[0], floor=GRAD_FLOOR)
@@ -298,3 +298,18 @@ def test_a_spec_that_does_not_divide_is_refused():
         pipeline(data_parallel=4, shardings={"w1": PartitionSpec("data")}).init(
             {"w1": jnp.ones((2, 64)), "w2": jnp.ones((64, 4))}, X[:, :2]
         )
+
+
+@pytest.mark.long
+def test_rows_of_a_stage_that_do_not_divide_are_divided_along_another_axis_or_refused():
+    sizes = {"data": {"data": 2}, "model": {"data": 1, "model": 2}}
+    pipes = {}
+    for axis, each in sizes.items():
+        given = {"mesh": mesh_of(**each), "shardings": {"w": PartitionSpec(axis)}, "cuts": ["w[3]"]}
+        pipes[axis] = jaxpp.Pipeline(looped, optax.adam(1e-2), num_stages=2, **given)
+    x = X[:, :4]
+    state = pipes["data"].init(LAYERS, x)
+    pipes["data"].verify(state, x)
+    assert sum(bytes_of(leaf)[1] for leaf in pipes["data"].engine.leaves(state.held).params) * 2 == bytes_of(LAYERS)[0] + 32
+    with pytest.raises(ArgumentError, match=r"devices share these evenly(.|\n)*3,4,4"):
+        pipes["model"].init(LAYERS, x)
