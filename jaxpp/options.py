@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jax.sharding import Mesh
+import jax
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxpp.errors import ArgumentError, ScheduleError, shown
@@ -31,7 +32,7 @@ from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded, offloads
 from jaxpp.schedule.registry import AUTO, make, make_for_stages
 from jaxpp.schedule.validate import check_counts, is_count
-from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, RankAxes
+from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, RankAxes, axis_names
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.remat import RematPolicy, offload_of, policies_of
@@ -214,18 +215,22 @@ def _fuse_of(fuse: object, platform: str) -> bool:
 
 
 def _check_shardings(shardings: object, mesh: Mesh | None, num_replicas: int, axes: AxisMap) -> object:
-    there = (
-        {DATA}
-        if num_replicas > 1
-        else set()
-        if mesh is None
-        else {axis for axis in axes for name in axes[axis] if name in mesh.shape}
-    )
-    if shardings is None or not there.isdisjoint((DATA, MODEL)):
+    there = {axis for axis, names in axes.items() if mesh is not None and not set(names).isdisjoint(mesh.axis_names)}
+    there |= {DATA} if num_replicas > 1 else set()
+    if shardings is None or MODEL in there or (DATA in there and not _names_model(shardings, axes[MODEL])):
         return shardings
     got = "no mesh" if mesh is None else f"a mesh with the axes {', '.join(map(repr, mesh.axis_names))}"
     fix = 'pass for example mesh=jax.make_mesh((2, 2), ("pipe", "model")), or leave shardings out'
     raise ArgumentError("shardings", 'parameters are sharded over the "model" axis of a mesh, or divided over "data"', got, fix)
+
+
+def _names_model(shardings: Any, names: Sequence[str]) -> bool:
+    """Whether rules say of any parameter that it is sharded over ``model``; what a function says is not known yet."""
+    leaves = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    specs = [getattr(leaf, "spec", leaf) for leaf in leaves]
+    named = {name for spec in specs if isinstance(spec, PartitionSpec) for entry in spec for name in axis_names(entry)}
+    words = {spec for spec in specs if isinstance(spec, str)}
+    return not (named | words).isdisjoint((*names, "column", "row", "heads", "embedding"))
 
 
 SHARDS = ("optimizer", "gradients", "parameters")  # what replicas can divide between them; the last two with the first

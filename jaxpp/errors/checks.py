@@ -75,6 +75,10 @@ def _those_devices(devices: object, found: Sequence[object]) -> str:
         return f"pass devices=jax.devices()[:{devices}]"
     if found and all(isinstance(device, int) and not isinstance(device, bool) for device in found):
         return f"pass devices=[jax.devices()[k] for k in {shown(list(found))}]"
+    if found and all(isinstance(device, Sequence) and not isinstance(device, str) for device in found):
+        return (
+            'for ranks of several devices, each of as many, pass data_parallel=..., or mesh=jax.make_mesh((2, 2), ("pipe", "data"))'
+        )
     return "pass some of jax.devices(), such as devices=jax.devices()[:2]"
 
 

@@ -330,7 +330,7 @@ def test_an_optimizer_leaf_is_sharded_like_its_parameter():
             {"mesh": mesh_of(), "shardings": {"dense_0": "columns"}},
             ["a rule is one of 'column', 'row', 'heads'", "Got: 'columns'."],
         ),
-        ({"mesh": mesh_of(), "shardings": {"head": PartitionSpec("data")}}, ["head/bias, f32[2]", "has another axis"]),
+        ({"mesh": mesh_of(), "shardings": {"head": PartitionSpec("pipe")}}, ["head/bias, f32[2]", "has another axis"]),
         ({"mesh": mesh_of(1, 1, 4), "shardings": {"head": "column"}}, ["head/kernel, f32[16,2]", "is not divisible by 4"]),
         ({"mesh": mesh_of(), "shardings": [PartitionSpec()]}, ["Got: 1 leaves for 16 parameters."]),
         ({"mesh": mesh_of(), "shardings": {"head": PartitionSpec(None, None, "model")}}, ["does not fit its axes"]),

@@ -156,15 +156,26 @@ NAMES = (*NAMES.split(","), "recompute", "unequal microbatches")
 SHORT = {("ties", "gradients"), ("a loop that is cut", "parameters")}
 
 
+def over_model(path, shape):
+    return PartitionSpec(*[None] * (len(shape) - 1), "model") if shape and shape[-1] % 2 == 0 else PartitionSpec()
+
+
 def pairs():
-    for name, shard in itertools.product(NAMES, SHARDS):
-        yield pytest.param(name, shard, marks=() if (name, shard) in SHORT else pytest.mark.long, id=f"{name}, {shard}")
+    """Each feature with each ``shard``; the meshes and schedules take turns, so that any two of the four meet."""
+    for i, j in itertools.product(range(len(NAMES)), range(len(SHARDS))):
+        mesh, schedule = ((2, 2, 1), (2, 2, 2), (1, 4, 1))[(i + j) % 3], ("1f1b", "zb-v")[(i // 2 + j) % 2]
+        mark = () if (NAMES[i], SHARDS[j]) in SHORT else pytest.mark.slow if (i + j) % 3 == 1 else pytest.mark.long
+        yield pytest.param(NAMES[i], SHARDS[j], mesh, schedule, marks=mark, id=f"{NAMES[i]}, {SHARDS[j]}, {mesh}, {schedule}")
 
 
 @pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")
-@pytest.mark.parametrize(("name", "shard"), list(pairs()))
-def test_other_options_mean_the_same(x64, name, shard):
+@pytest.mark.parametrize(("name", "shard", "mesh", "schedule"), list(pairs()))
+def test_other_options_mean_the_same(x64, name, shard, mesh, schedule):
     options, params, batch, key = features()[name]
+    stages = mesh[0] * (2 if schedule == "zb-v" else 1)
+    options |= {"mesh": mesh_of(*mesh), "data_parallel": 1, "schedule": schedule, "num_stages": max(2, stages)}
+    options |= {"schedule": "looped-bfs"} if mesh[0] == 1 and schedule == "1f1b" else {}
+    options |= {"shardings": over_model} if mesh[2] > 1 else {}
     wanted, _ = trained(pipeline(**options), params, batch, *key)
     pipe = pipeline(**options, shard=shard)
     found, state = trained(pipe, params, batch, *key)

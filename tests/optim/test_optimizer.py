@@ -84,7 +84,7 @@ def levels(optimizer, owner=(0, 0, 1, 1, 2, 2)):
     params = {f"w{k}": jnp.ones((40, 40)) for k in range(len(owner))}
     update = plan_update(optimizer, params, owner, 2, jax.ShapeDtypeStruct((), jnp.float32))
     big = {part for part, eqn in zip(update.parts, update.graph.eqns, strict=True) if part and eqn.outvars[0].aval.size > 1}
-    return {stage: {level for level, s in big if s == stage} for stage in range(3)}
+    return {stage: {part.level for part in big if part.stage == stage} for stage in range(3)}
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lion", "adafactor", "lamb"])
