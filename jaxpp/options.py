@@ -224,7 +224,7 @@ def _check_shardings(shardings: object, mesh: Mesh | None, num_replicas: int, ax
     raise ArgumentError("shardings", 'parameters are sharded over the "model" axis of a mesh, or divided over "data"', got, fix)
 
 
-def _names_model(shardings: Any, names: Sequence[str]) -> bool:
+def _names_model(shardings: Tree, names: Sequence[str]) -> bool:
     """Whether rules say of any parameter that it is sharded over ``model``; what a function says is not known yet."""
     leaves = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     specs = [getattr(leaf, "spec", leaf) for leaf in leaves]
