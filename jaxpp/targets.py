@@ -37,6 +37,7 @@ __all__ = [
     "compiles_only",
     "device_name",
     "refuse_compile_only",
+    "stand_ins",
     "target",
     "target_of",
     "target_table",
@@ -449,8 +450,9 @@ def target_table(width: int | None = None) -> str:
 def target(name: str, num_devices: int = 1, *, hosts: int = 1) -> tuple[Device, ...]:
     """Devices that stand for GPUs which this machine does not have: programs are compiled for them, and cannot run.
 
-    JAX compiles for them with its CUDA plug-in, which ``pip install "jaxpp[targets]"`` adds; neither a GPU nor NVIDIA's driver is
-    needed. ``jax.devices()`` stays as it is. Two equal calls return the same devices, so that what was compiled is found again.
+    JAX compiles for them with its CUDA plug-in and NVIDIA's assembler (``ptxas``), which ``pip install "jaxpp[targets]"`` adds;
+    neither a GPU nor NVIDIA's driver is needed. ``jax.devices()`` stays as it is. Two equal calls return the same devices, so that
+    what was compiled is found again.
 
     Where the plug-in is installed and there is no GPU, JAX itself logs an error when it starts and goes on with the CPU; with the
     environment variable ``JAX_PLATFORMS=cpu`` it does not.
@@ -591,6 +593,27 @@ def compiles_only(device: Device) -> bool:
         return device not in jax.devices(device.platform)
     except RuntimeError:  # JAX has no devices of this platform
         return True
+
+
+@functools.cache
+def stand_ins(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    """Devices for which XLA compiles a program to the same as for these, so that equal stages share what is compiled.
+
+    Of devices that only compile, they are the first of the topology that lie as these do on its hosts; of a single GPU of
+    ``target``, whatever the topology, always the same one. Devices that hold arrays stand in for nothing: a compiled program runs
+    only on those that it was compiled for.
+    """
+    if not all(map(compiles_only, devices)):
+        return devices
+    whole, numbers = tuple(devices[0].client.devices()), target_of(devices[0])
+    hosts = len({device.process_index for device in whole})
+    if len(devices) == 1 and numbers is not None and whole == _devices(numbers, len(whole), hosts):
+        return _devices(numbers, 1, 1)
+    by_id = {device.id: device for device in whole}
+    first, host = (min(getattr(device, name) for device in devices) for name in ("id", "process_index"))
+    found = tuple(by_id.get(device.id - first, device) for device in devices)
+    alike = [device.process_index - host for device in devices] == [device.process_index for device in found]
+    return found if alike else devices
 
 
 def refuse_compile_only(

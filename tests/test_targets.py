@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,19 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxpp
 from jaxpp.errors import ArgumentError
-from jaxpp.targets import TARGETS, Chip, LinkRates, Peaks, compiles_only, device_name, target, target_of, target_table
+from jaxpp.targets import (
+    TARGETS,
+    Chip,
+    LinkRates,
+    Peaks,
+    compiles_only,
+    device_name,
+    refuse_compile_only,
+    stand_ins,
+    target,
+    target_of,
+    target_table,
+)
 
 NAMES = [each.name for each in TARGETS]
 each_target = pytest.mark.parametrize("one", TARGETS, ids=NAMES)
@@ -176,6 +189,27 @@ def test_devices_that_hold_arrays_do_not_only_compile():
         assert not compiles_only(device)
         assert device_name(device) == str(device)
         assert target_of(device) is None
+    assert stand_ins(tuple(jax.devices()[2:4])) == tuple(jax.devices()[2:4])
+
+
+def a_device(platform, **values):
+    """A device that JAX does not list and that has no memory, as those of a topology are."""
+    return mock.Mock(spec=jax.Device, platform=platform, addressable_memories=list, **values)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "no such platform"])
+def test_devices_without_memory_that_jax_does_not_list_only_compile(platform):
+    device = a_device(platform, device_kind="NVIDIA H100 80GB HBM3", id=3)
+    assert compiles_only(device)
+    assert device_name(device) == "H100:3"
+    with pytest.raises(ArgumentError, match=r"(?s)Pipeline.init: it holds arrays, and these devices only .*Got: H100:3"):
+        refuse_compile_only("Pipeline.init", [device])
+
+
+def test_a_device_of_another_process_does_not_only_compile(monkeypatch):
+    device = a_device("cpu")
+    monkeypatch.setattr(jax, "devices", lambda platform: [device])
+    assert not compiles_only(device)
 
 
 def test_a_real_gpu_is_known_by_the_name_that_its_driver_gives_it():
@@ -215,6 +249,22 @@ def test_equal_calls_return_the_same_devices(plugin):
         assert target(spelling, np.int64(4), hosts=np.int32(2)) is devices
     assert target("rtx4090") is target("RTX 4090") is target("GeForce RTX 4090") is target("4090")
     assert target("h100", 4) is not devices
+
+
+@pytest.mark.targets
+def test_devices_for_which_the_compiler_does_the_same_share_what_is_compiled(plugin):
+    devices, hosts = target("h100", 4), target("h100", 4, hosts=2)
+    (alone,) = target("h100")
+    assert {stand_ins((device,)) for device in (*devices, *hosts, alone)} == {(alone,)}
+    assert stand_ins(target("h200", 2)[1:]) == target("h200")
+    assert stand_ins(devices[2:]) == stand_ins(devices[:2]) == devices[:2]
+    assert stand_ins((devices[1], devices[3])) == (devices[0], devices[2])
+    assert stand_ins(hosts[2:]) == hosts[:2]
+    assert stand_ins(hosts[1:3]) == hosts[1:3]  # of two hosts
+    text = TARGETS[0].spec().replace("core_count: 1", "core_count: 2")  # other numbers under the same name
+    topology = jax.experimental.topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x2")
+    assert target_of(topology.devices[1]) is TARGETS[0]
+    assert stand_ins((topology.devices[1],)) == (topology.devices[0],)
 
 
 @pytest.mark.targets

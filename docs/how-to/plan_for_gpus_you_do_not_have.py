@@ -17,9 +17,9 @@
 # `jaxpp.target("h100", 4)` makes four devices that compile programs and hold no arrays. This recipe asks whether a language model
 # of 800 million parameters fits on four GPUs of two kinds, what the least time of a step is on each, and what its programs waste.
 #
-# Compiling for a GPU needs JAX's CUDA plug-in, but no GPU, no driver and none of NVIDIA's libraries:
-# `pip install "jaxpp[targets]"`. On a machine without a GPU, start Python with `JAX_PLATFORMS=cpu`. This page shows no output,
-# because the recipe runs where the plug-in is installed; [the guide](../guide/targets.md) shows what such tables look like.
+# Compiling for a GPU needs JAX's CUDA plug-in and NVIDIA's assembler, but no GPU and no driver: `pip install "jaxpp[targets]"`
+# installs both. On a machine without a GPU, start Python with `JAX_PLATFORMS=cpu`. This page shows no output, because the recipe
+# runs where the plug-in is installed; [the guide](../guide/targets.md) shows what such tables look like.
 
 # %%
 import flax.linen as nn

@@ -37,7 +37,7 @@ from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.program import Role
 from jaxpp.stages.stage_table import bytes_in_words, flops_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
-from jaxpp.targets import Target, device_name, target_of
+from jaxpp.targets import Target, compiles_only, device_name, target_of
 from jaxpp.types import Batch, Key
 
 __all__ = ["Kept", "ProgramRow", "ProgramTable", "WeightCopy", "programs_of"]
@@ -427,7 +427,11 @@ def _compiled(line: BoundLine, instruction: Instruction) -> list[tuple[str, Comp
     if isinstance(instruction.call, Mean):
         groups = instruction.call.groups.current
         return [(f"{line.label}, replicas {' '.join(map(str, group))}", instruction.call.program(group)) for group in groups]
-    return [(instruction.about.program, instruction.call)] if isinstance(instruction.call, Compiled) else []
+    if not isinstance(instruction.call, Compiled):
+        return []
+    if line.program is not None and compiles_only(line.place.devices[0]):  # no trace shows it, so it has the name of its stage
+        return [(line.program.name, instruction.call)]
+    return [(instruction.about.program, instruction.call)]
 
 
 def _read(row: ProgramRow, compiled: Compiled, line: BoundLine, lowered: LoweredStep) -> ProgramRow:

@@ -46,8 +46,8 @@ class BoundLine(Line):
 
     @property
     def placed(self) -> PlacedProgram | None:
-        """The program that runs, and where; None for a send or a call."""
-        return None if self.program is None else PlacedProgram(self.program, self.place, self.donated)
+        """The program that runs, and where it is compiled; None for a send or a call."""
+        return None if self.program is None else PlacedProgram(self.program, self.place.compiled_at, self.donated)
 
 
 @dataclass(frozen=True)

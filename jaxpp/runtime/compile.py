@@ -1,5 +1,7 @@
 """Compiled programs, each compiled once for each device it runs on, side by side in threads.
 
+On devices that only compile, equal stages share what is compiled (``Place.compiled_at``).
+
 Programs are known by what they do, not by the Python function: by their equations (``stages.fingerprint``) or lowered text, and by
 their names. Equal stages, an update at another batch shape, and a notebook cell that is run twice share what is compiled. XLA for
 CPU would make all weight gradients of a stage first and add them afterwards; a ``lean`` program is ordered for little memory, each
@@ -25,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 from jax.stages import Compiled, Lowered
 
+from jaxpp.errors import ArgumentError
 from jaxpp.plan.builder import Constant
 from jaxpp.runtime.edges import put, put_at
 from jaxpp.runtime.interrupts import held
@@ -249,4 +252,11 @@ def compile_lowered(lowered: Lowered, platform: str, *, lean: bool) -> Compiled:
     if lean and platform in _LEAN:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # an unknown option, or an error that is raised again without it
             return lowered.compile(_LEAN[platform])
-    return lowered.compile()
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No PTX compilation provider" not in str(error):
+            raise
+        where, rule = "devices", "to compile for a GPU, XLA needs NVIDIA's assembler, a program called ptxas"
+        fix = 'pip install "jaxpp[targets]", or put the folder of ptxas on PATH'
+        raise ArgumentError(where, rule, "XLA found none on this machine", fix) from error

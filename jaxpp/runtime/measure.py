@@ -52,7 +52,7 @@ def action_times(
         for kind in ordered if is_here(device) else ():
             program = code.forward if kind == Kind.F else code.backward[kind].then if kind in code.backward else None
             if program is not None:
-                jobs[stage, kind] = PlacedProgram(program, OneDevice(device), program.donated)
+                jobs[stage, kind] = PlacedProgram(program, OneDevice(device).compiled_at, program.donated)
     with agreement(where, devices) as agree:
         agree(lambda: {"loss": listing(cut.loss.graph), "kinds of actions": " ".join(map(str, ordered))})
     programs.compile(jobs.values())

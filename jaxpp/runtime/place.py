@@ -24,7 +24,7 @@ from jaxpp.schedule.validate import check_counts, is_count
 from jaxpp.stages.axes import DATA, MODEL, PIPE, RankAxes, axis_names
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
-from jaxpp.targets import compiles_only, device_name
+from jaxpp.targets import compiles_only, device_name, stand_ins
 from jaxpp.types import Aval, Device, Home, Leaf
 
 _FREE = frozenset({Role.RESIDUAL, Role.STATIC})  # only their own stage reads them; the compiler shards them as it likes
@@ -94,6 +94,12 @@ class Place(abc.ABC):
     @abc.abstractmethod
     def moved(self, devices: Sequence[Device]) -> "Place | None":
         """The same on the first of other devices; None if these are too few."""
+
+    @property
+    def compiled_at(self) -> "Place":
+        """Where its programs are compiled: here, but of devices that only compile, where those of all places like this one are."""
+        found = stand_ins(self.devices)
+        return self if found == self.devices else self.moved(found) or self
 
     def with_values(self, **values: object) -> "Place":  # noqa: ARG002  (nothing is sharded)
         """The same devices, told more of the values that live there: ``Submesh.specs``, ``parts``, ``opt_specs``, ``own``."""

@@ -138,6 +138,21 @@ def test_stages_that_share_a_gpu_take_as_long_as_all_their_work_and_the_peak_is_
     assert four.peak_fraction < one.peak_fraction < 1
 
 
+def test_equal_stages_are_compiled_once_for_all_gpus_of_a_kind_and_have_rows_of_their_own():
+    def of(hosts):
+        rows = pipeline(num_devices=4, hosts=hosts).programs(SHAPES, BATCH)
+        return {(row.name, row.device): row for row in rows}, jaxpp.target("h100", 4, hosts=hosts)
+
+    rows, devices = of(hosts=1)
+    for name in ("forward", "backward"):
+        second, third = (rows[f"stage_{stage}_{name}", devices[stage]] for stage in (1, 2))
+        assert second.compiled is third.compiled
+    assert rows["stage_0_backward", devices[0]].compiled is not second.compiled  # it has no cotangent of its input
+    far, others = of(hosts=2)
+    assert [row.compiled for row in far.values()] == [row.compiled for row in rows.values()]
+    assert not set(others) & set(devices)
+
+
 def test_devices_of_another_source_are_planned_without_bounds():
     from jax.experimental import topologies  # noqa: PLC0415
 
@@ -157,7 +172,7 @@ def test_cuts_by_time_offloading_by_hbm_and_remat_use_bounds():
     pipe = pipeline(balance="time")
     pipe.abstract_state(SHAPES, BATCH)
     assert [stage.num_params for stage in pipe.stages] == [2 * SIZE * SIZE] * 2
-    deep, wide = SHAPES * 8, {name: jax.ShapeDtypeStruct((65536, SIZE), "float32") for name in BATCH}
+    deep, wide = SHAPES * 4, {name: jax.ShapeDtypeStruct((65536, SIZE), "float32") for name in BATCH}
     free = pipeline(num_devices=4, num_microbatches=8).forecast(deep, wide)
     room = max(free.peaks.values()) * 9 // 10
     tight = pipeline(num_devices=4, num_microbatches=8, hbm=room)

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jaxpp
+from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.liveness import temporaries
 from jaxpp.runtime import compile as compiling
 from jaxpp.runtime.compile import EXECUTABLES, Executable, ExecutableCache, PlacedProgram, Programs, compile_lowered, settings
@@ -295,3 +296,24 @@ def test_a_compiler_that_does_not_know_the_option_compiles_without_it(monkeypatc
     with pytest.raises(jax.errors.JaxRuntimeError, match=next(iter(options))):
         lowered.compile(options)
     np.testing.assert_array_equal(compile_lowered(lowered, "cpu", lean=True)(jnp.zeros(3)), jnp.ones(3))
+
+
+def test_a_machine_without_the_assembler_of_gpu_programs_is_told_what_to_install():
+    said = {"UNAVAILABLE: No PTX compilation provider is available. Details: ...": ArgumentError, "INTERNAL: ptxas": None}
+
+    class Refused:
+        def __init__(self, text):
+            self.text = text
+
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(self.text)
+
+    for text, kind in said.items():
+        with pytest.raises(kind or jax.errors.JaxRuntimeError) as caught:
+            compile_lowered(Refused(text), "cuda", lean=True)
+        if kind:
+            assert str(caught.value).splitlines() == [
+                "devices: to compile for a GPU, XLA needs NVIDIA's assembler, a program called ptxas.",
+                "  Got: XLA found none on this machine.",
+                '  Fix: pip install "jaxpp[targets]", or put the folder of ptxas on PATH.',
+            ]

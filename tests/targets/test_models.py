@@ -47,7 +47,7 @@ def cross_entropy(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), labels).mean()
 
 
-def gpt(depth=2, width=256, vocabulary=8192, length=256, batch=16, dropout=0.1):
+def gpt(depth=1, width=256, vocabulary=8192, length=256, batch=16, dropout=0.1):
     model = GPT(vocabulary, length, width, depth, 4, dropout, "bfloat16")
 
     def loss_fn(params, batch, key):
