@@ -262,13 +262,14 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
     }
     options |= {"num_replicas": engine.placement.num_replicas, "shared": config.shared}
     place = _anywhere if traced.graph.sharded else _on_one_device
+    loss_fn = config.axes.untyped(config.loss_fn) if traced.graph.sharded else config.loss_fn
     params, old, batch, key = place((state.params, state.model_state, batch, key))
     options |= {"together": traced.graph.communicates}
     options |= {"model_state": old} if config.has_state else {}
     if config.loss_scale is not None:
         options |= {"loss_scale": jax.device_get(jax.tree.leaves(state.loss_scale)[config.loss_scale.scale])}
     given = _apart(params, engine) if groups else params
-    loss, aux, grads, *new = oracle(config.loss_fn, given, batch, key, config.schedule.num_microbatches, **options)
+    loss, aux, grads, *new = oracle(loss_fn, given, batch, key, config.schedule.num_microbatches, **options)
     coarsest = coarsest_dtype(eqn for eqn in traced.graph.eqns if not traced.of_params.isdisjoint(eqn.outvars))
     compare("loss", found.loss, loss, coarsest=coarsest)
     compare("aux", found.aux, aux, coarsest=coarsest)
@@ -281,7 +282,7 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
         return tree.unflatten(leaf if keep else jnp.zeros_like(leaf) for leaf, keep in zip(leaves, kept, strict=True))
 
     def plain(params: Params) -> Grads:
-        return oracle(config.loss_fn, params, batch, key, config.schedule.num_microbatches, **options)[2]
+        return oracle(loss_fn, params, batch, key, config.schedule.num_microbatches, **options)[2]
 
     def compare_grads(grads: Grads, plain: Callable[[Params], Grads]) -> None:
         try:
@@ -296,13 +297,14 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
     compared = [f"equals gradient accumulation on one device, {config.schedule.num_microbatches} microbatches, leaf by leaf"]
     reason = "" if engine.preparer.is_whole(batch, key) else "its loss is not known to be a mean over the examples"
     reason = "its microbatches have random keys of their own" if key is not None else reason
+    reason = "it has collectives between replicas" if traced.graph.communicates else reason
     reason = reason or (
         "it has a model state, a loss scale or sets of a bank" if config.has_state or config.loss_scale or groups else ""
     )
     if reason:
         compared.append(f"not compared with the loss of the whole batch: {reason}")
     else:
-        differentiated = jax.jit(jax.value_and_grad(config.loss_fn, has_aux=config.has_aux))
+        differentiated = jax.jit(jax.value_and_grad(loss_fn, has_aux=config.has_aux))
         value, grads = differentiated(given, batch)
         compare("loss", found.loss, value[0] if config.has_aux else value, coarsest=coarsest)
         compare_grads(grads, lambda params: differentiated(params, batch)[1])

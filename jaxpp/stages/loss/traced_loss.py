@@ -430,7 +430,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
         return loss, [jnp.array(leaf, copy=True) for leaf in (*aux_leaves, *new)]
 
     given = [leaf for _, leaf in param_leaves], [leaf for _, leaf in state_leaves], batch_leaves, keys
-    graph = _trace(flat, given, axes, words)
+    graph = _trace(flat, given, axes, words, differentiable=differentiable)
     graph, remat = inline_remat(graph)
     graph = place_rows(graph, graph.inputs[: len(param_leaves)])
     stacked = graph.inputs[: len(param_leaves)], graph.inputs[len(param_leaves) :][: 0 if is_loss else len(state_leaves)]
@@ -457,10 +457,12 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     return traced
 
 
-def _trace(flat: Callable[..., Tree], given: tuple[list[Leaf], ...], axes: RankAxes, words: Words) -> Graph:
+def _trace(
+    flat: Callable[..., Tree], given: tuple[list[Leaf], ...], axes: RankAxes, words: Words, *, differentiable: bool
+) -> Graph:
     """The graph of a function; what it raises has a note, and an axis name that JAX does not know is told what to pass."""
     try:
-        return trace(flat, *given, axes=axes)[0]
+        return trace(flat, *given, axes=axes, differentiable=differentiable)[0]
     except Exception as error:
         found = re.search(r"unbound axis name: ([^\s.]+)", str(error)) if isinstance(error, NameError) else None
         if found is not None:
