@@ -248,9 +248,9 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
 def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> list[str]:  # noqa: PLR0915  (a comparison after the other)
     """``verify_grads``. Where the loss is known to be that of the whole batch, that of the whole batch is compared too."""
     config, layout = engine.options, engine.layout
-    state = states_of(engine).wrap(leaves)
+    state = _state_of(engine, leaves)
     traced = engine.preparer.step(batch, key).cuts[0].loss
-    spread = assembled(jax.tree.structure(layout.params).unflatten(found.grads))
+    spread = _grads_of(engine, found)
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
     groups = engine.preparer.groups.current if engine.placed.known["own"] else ()
     options = {
@@ -314,6 +314,30 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
     return compared
 
 
+def _state_of(engine: Engine, leaves: Leaves[Array], step: int | None = 0) -> State:
+    """The state that has these leaves, whole; what each replica has of its own has a row for each."""
+    states = states_of(engine)
+    if not (engine.placed.known["own"] and engine.slicing.any):
+        return states.wrap(leaves, step)
+    each = [states.wrap(own, step) for own in _of_each_replica(engine, leaves)]
+    return each[0].replace(**{part: _together([getattr(one, part) for one in each]) for part in ("params", "opt_state")})
+
+
+def _grads_of(engine: Engine, found: Outcome[Array]) -> Grads:
+    """The whole gradients of a step; those of what each replica has of its own have a row for each."""
+    tree, shared = jax.tree.structure(engine.layout.params), engine.layout.num_shared
+    if not (engine.placed.known["own"] and engine.slicing.any):
+        return assembled(tree.unflatten(found.grads))
+    each = _of_each_replica(engine, Leaves(found.grads[:shared], found.grads[shared:]))
+    return _together([assembled(tree.unflatten(grads.all_params)) for grads in each])
+
+
+def _of_each_replica(engine: Engine, leaves: Leaves[Array]) -> list[Leaves[Array]]:
+    """The leaves of each replica, on one device."""
+    leaves = leaves.fill(_on_one_device(leaves.flat()))
+    return [leaves.with_own([leaf[r] for leaf in leaves.own], leaves) for r in range(engine.placement.num_replicas)]
+
+
 def _check_numbers(found: Mapping[str, Tree]) -> None:
     got = []
     for name, tree in found.items():
@@ -359,8 +383,8 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state.replace(loss_scale=()))
         return new.replace(loss_scale=tree.unflatten(scale))
 
-    state, after = (states_of(engine).wrap(given, step=None) for given in (leaves, stepped))
-    grads = assembled(jax.tree.structure(engine.layout.params).unflatten(found.grads))
+    state, after = (_state_of(engine, given, None) for given in (leaves, stepped))
+    grads = _grads_of(engine, found)
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
     grads, whole, model_state, loss = _on_one_device((grads, state, model_state, found.loss))
     if engine.placed.known["own"]:
