@@ -248,9 +248,9 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
 def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> list[str]:  # noqa: PLR0915  (a comparison after the other)
     """``verify_grads``. Where the loss is known to be that of the whole batch, that of the whole batch is compared too."""
     config, layout = engine.options, engine.layout
-    state = states_of(engine).wrap(leaves)
+    state = _state_of(engine, leaves)
     traced = engine.preparer.step(batch, key).cuts[0].loss
-    spread = assembled(jax.tree.structure(layout.params).unflatten(found.grads))
+    spread = _grads_of(engine, found)
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
     groups = engine.preparer.groups.current if engine.placed.known["own"] else ()
     options = {
@@ -262,13 +262,14 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
     }
     options |= {"num_replicas": engine.placement.num_replicas, "shared": config.shared}
     place = _anywhere if traced.graph.sharded else _on_one_device
+    loss_fn = config.axes.untyped(config.loss_fn) if traced.graph.sharded else config.loss_fn
     params, old, batch, key = place((state.params, state.model_state, batch, key))
     options |= {"together": traced.graph.communicates}
     options |= {"model_state": old} if config.has_state else {}
     if config.loss_scale is not None:
         options |= {"loss_scale": jax.device_get(jax.tree.leaves(state.loss_scale)[config.loss_scale.scale])}
     given = _apart(params, engine) if groups else params
-    loss, aux, grads, *new = oracle(config.loss_fn, given, batch, key, config.schedule.num_microbatches, **options)
+    loss, aux, grads, *new = oracle(loss_fn, given, batch, key, config.schedule.num_microbatches, **options)
     coarsest = coarsest_dtype(eqn for eqn in traced.graph.eqns if not traced.of_params.isdisjoint(eqn.outvars))
     compare("loss", found.loss, loss, coarsest=coarsest)
     compare("aux", found.aux, aux, coarsest=coarsest)
@@ -281,7 +282,7 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
         return tree.unflatten(leaf if keep else jnp.zeros_like(leaf) for leaf, keep in zip(leaves, kept, strict=True))
 
     def plain(params: Params) -> Grads:
-        return oracle(config.loss_fn, params, batch, key, config.schedule.num_microbatches, **options)[2]
+        return oracle(loss_fn, params, batch, key, config.schedule.num_microbatches, **options)[2]
 
     def compare_grads(grads: Grads, plain: Callable[[Params], Grads]) -> None:
         try:
@@ -296,13 +297,14 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
     compared = [f"equals gradient accumulation on one device, {config.schedule.num_microbatches} microbatches, leaf by leaf"]
     reason = "" if engine.preparer.is_whole(batch, key) else "its loss is not known to be a mean over the examples"
     reason = "its microbatches have random keys of their own" if key is not None else reason
+    reason = "it has collectives between replicas" if traced.graph.communicates else reason
     reason = reason or (
         "it has a model state, a loss scale or sets of a bank" if config.has_state or config.loss_scale or groups else ""
     )
     if reason:
         compared.append(f"not compared with the loss of the whole batch: {reason}")
     else:
-        differentiated = jax.jit(jax.value_and_grad(config.loss_fn, has_aux=config.has_aux))
+        differentiated = jax.jit(jax.value_and_grad(loss_fn, has_aux=config.has_aux))
         value, grads = differentiated(given, batch)
         compare("loss", found.loss, value[0] if config.has_aux else value, coarsest=coarsest)
         compare_grads(grads, lambda params: differentiated(params, batch)[1])
@@ -310,6 +312,30 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
     # The gradients of a scaled loss may overflow; the step is then skipped, which is what is to be seen.
     _check_numbers({"loss": found.loss} | ({} if config.loss_scale else {"grads": spread}))
     return compared
+
+
+def _state_of(engine: Engine, leaves: Leaves[Array], step: int | None = 0) -> State:
+    """The state that has these leaves, whole; what each replica has of its own has a row for each."""
+    states = states_of(engine)
+    if not (engine.placed.known["own"] and engine.slicing.any):
+        return states.wrap(leaves, step)
+    each = [states.wrap(own, step) for own in _of_each_replica(engine, leaves)]
+    return each[0].replace(**{part: _together([getattr(one, part) for one in each]) for part in ("params", "opt_state")})
+
+
+def _grads_of(engine: Engine, found: Outcome[Array]) -> Grads:
+    """The whole gradients of a step; those of what each replica has of its own have a row for each."""
+    tree, shared = jax.tree.structure(engine.layout.params), engine.layout.num_shared
+    if not (engine.placed.known["own"] and engine.slicing.any):
+        return assembled(tree.unflatten(found.grads))
+    each = _of_each_replica(engine, Leaves(found.grads[:shared], found.grads[shared:]))
+    return _together([assembled(tree.unflatten(grads.all_params)) for grads in each])
+
+
+def _of_each_replica(engine: Engine, leaves: Leaves[Array]) -> list[Leaves[Array]]:
+    """The leaves of each replica, on one device."""
+    leaves = leaves.fill(_on_one_device(leaves.flat()))
+    return [leaves.with_own([leaf[r] for leaf in leaves.own], leaves) for r in range(engine.placement.num_replicas)]
 
 
 def _check_numbers(found: Mapping[str, Tree]) -> None:
@@ -357,8 +383,8 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state.replace(loss_scale=()))
         return new.replace(loss_scale=tree.unflatten(scale))
 
-    state, after = (states_of(engine).wrap(given, step=None) for given in (leaves, stepped))
-    grads = assembled(jax.tree.structure(engine.layout.params).unflatten(found.grads))
+    state, after = (_state_of(engine, given, None) for given in (leaves, stepped))
+    grads = _grads_of(engine, found)
     model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
     grads, whole, model_state, loss = _on_one_device((grads, state, model_state, found.loss))
     if engine.placed.known["own"]:

@@ -234,19 +234,23 @@ class _Layouts:
     def _slicing(self, loss: TracedLoss, cuts: Cuts, specs: Sequence[PartitionSpec]) -> Slicing:
         """The leaves that a cut loop runs over, and the leaves that several stages read row by row.
 
-        These stay whole if their rows are sharded, or each replica has a leaf of its own. Slices that the optimizer cannot run on
-        are taken back; the shared parameters of ``like`` are held as there.
+        These stay whole if their rows are sharded. Slices that the optimizer cannot run on are taken back. The shared parameters of
+        ``like`` are held as there, and so are those of which each replica has its own, if they have as many rows.
         """
         params = self.given[0]
         shared = num_shared(params)
         if self.like is not None:
-            return Slicing((*self.like.slicing.sizes[:shared], *[()] * num_own(params)))
+            known, own = self.like.slicing.sizes, jax.tree.leaves(params)[shared:]
+            same = len(known) == shared + len(own) and all(
+                not sizes or leaf.shape[:1] == (sum(sizes),) for sizes, leaf in zip(known[shared:], own, strict=True)
+            )
+            return Slicing(known if same else (*known[:shared], *[()] * len(own)))
         position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
         places = [position.get(layer.result) for layer in loss.layers]  # None: no cut divides what depends on parameters alone
         stages = [None if place is None else bisect.bisect_right(cuts, place) for place in places]
         sharded = {leaf for leaf, spec in enumerate(specs) if next(iter(spec), None) is not None}
         single = rows_between(loss.params, loss.reads, cuts)
-        single = [() if leaf in sharded or leaf >= shared else sizes for leaf, sizes in enumerate(single)]
+        single = [() if leaf in sharded else sizes for leaf, sizes in enumerate(single)]
         return slicing_for(self.optimizer, params, slices_between(loss.params, loss.layers, stages), single)
 
     def _parts(self, params: Params, specs: Sequence[PartitionSpec]) -> tuple[tuple[PartitionSpec, ...], frozenset[int]]:
@@ -300,8 +304,13 @@ class _Layouts:
     def _choose(self, loss: TracedLoss, params: Params, specs: Sequence[PartitionSpec], frozen: frozenset[int]) -> Cuts:
         names, count, like = self.options.cuts, self.options.schedule.num_stages, self.like
         if like is not None:
-            same = loss.primitives == like.spine
-            return like.cuts if same else align(loss, count, like.owner, like.state_owner, train=self.options.is_loss)
+            if loss.primitives == like.spine:
+                return like.cuts
+            shared = like.num_shared  # where a task's leaves are others, they go where they are used
+            owner = (
+                like.owner if len(loss.params) == len(like.owner) else (*like.owner[:shared], *[None] * (len(loss.params) - shared))
+            )
+            return align(loss, count, owner, like.state_owner, train=self.options.is_loss)
         if names is not None:
             return resolve(loss, names)
         if self.options.balance == "memory":

@@ -352,7 +352,7 @@ def axes_of(place: Place, mesh: Mesh | None, axes: AxisMap) -> RankAxes:
     names = [(name, axis, size) for name, axis, size in names if name in sizes or name != axis]
     if mesh is not None:  # other names stand for all axes of the mesh that divide the same
         names = [(name, axis, size if name in sizes else place.axis_sizes.get(axis, 1)) for name, axis, size in names]
-    whole = None if mesh is None or mesh.explicit_axes or compiles_only(place.devices[0]) else mesh
+    whole = None if mesh is None or compiles_only(place.devices[0]) else mesh
     devices = {"devices": place.mesh.abstract_mesh} if isinstance(place, Submesh) else {}
     return RankAxes(**devices, names=tuple(names), whole=whole)
 

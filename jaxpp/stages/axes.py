@@ -9,13 +9,15 @@ The replicas of a rank are apart before a stage begins, as inside a ``jax.shard_
 batch. So a collective over ``data`` is one between replicas, and ``data`` in the sharding of a value says nothing new.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,7 @@ from jaxpp.stages.jaxpr import (
     CUSTOM_RULES,
     Atom,
     ShardMap,
+    aval_of,
     called,
     constraint_of,
     equations_of,
@@ -67,6 +70,7 @@ class RankAxes:
     devices: AbstractMesh = _NO_MESH  # of a rank, with the axes data and model; without axes for one device
     names: AxisNames = ()  # other names that functions call the axes by
     whole: Mesh | None = None  # of all devices, in force where a function is traced that needs one and the user has set none
+    outside: AxisEnv | None = None  # for what runs on the devices as one program: the axes of the replicas around it
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -86,7 +90,7 @@ class RankAxes:
     @cached_property
     def apart(self) -> frozenset[str]:
         """The axes over which programs are mapped, not divided by the compiler."""
-        if self.sizes.get(DATA, 1) == 1:
+        if self.sizes.get(DATA, 1) == 1 or self.outside is not None:
             return frozenset()
         return frozenset([DATA] if self.sizes[MODEL] > 1 else [DATA, MODEL])  # all of them, as callbacks want it, where that may be
 
@@ -98,13 +102,42 @@ class RankAxes:
     @property
     def env(self) -> AxisEnv:
         """The axes that a function may name in a collective."""
+        if self.outside is not None:
+            return self.outside
         named = [(name, size) for name, axis, size in self.names if axis == DATA]
         return tuple(named) if DATA in dict(named) else (*named, (DATA, self.sizes.get(DATA, 1)))
 
     def plain(self) -> AbstractContextManager[object]:
-        """Where a function that divides its values runs in plain JAX: the mesh that the user has set, or that of all devices."""
+        """Where a function that divides its values runs in plain JAX: on the mesh that the user has set, or that of all devices.
+
+        The axes of the mesh have no types there (see ``untyped``).
+        """
         mesh = user_mesh() or self.whole
-        return nullcontext() if mesh is None else jax.set_mesh(mesh)
+        return (
+            nullcontext()
+            if mesh is None
+            else jax.set_mesh(Mesh(mesh.devices, mesh.axis_names, (AxisType.Auto,) * mesh.devices.ndim))
+        )
+
+    def untyped(self, function: Callable[..., Tree]) -> Callable[..., Tree]:
+        """A function that divides its values as it runs in ``plain``: the same equations, where types do not say what is divided.
+
+        JAX refuses to differentiate some functions where they do: a ``shard_map`` of what is whole has divided cotangents.
+        """
+        mesh = user_mesh() or self.whole
+        if mesh is None or AxisType.Explicit not in mesh.axis_types:
+            return function
+        typed = mesh.abstract_mesh
+        axes = RankAxes(typed.update_axis_types(dict.fromkeys(typed.axis_names, AxisType.Auto)), outside=self.env)
+
+        def run(*args: Tree) -> Tree:
+            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
+            make = jax.make_jaxpr(function, axis_env=self.env, return_shape=True)
+            closed, results = traced_inside(typed, (), lambda: make(*shapes))
+            closed = moved(closed, axes, rules_in(closed.jaxpr, self))
+            return jax.tree.structure(results).unflatten(jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
+
+        return run
 
     def shapes(self, function: Callable[..., Tree], *args: Tree) -> Tree:
         """What ``jax.eval_shape`` says of a function of the user's."""
@@ -127,15 +160,94 @@ class RankAxes:
 ONE_DEVICE = RankAxes()
 
 
-def moved(closed: ClosedJaxpr, axes: RankAxes) -> ClosedJaxpr:
-    """A traced function as it runs on a rank.
+class Derivative(NamedTuple):
+    """The derivative of a function that has one of its own."""
+
+    jaxpr: Jaxpr
+    mesh: AbstractMesh  # in force where it can be traced
+
+
+Rules = Mapping[Jaxpr, Derivative]  # The derivatives that name a mesh or an axis of one, by the functions that have them
+
+
+def moved(closed: ClosedJaxpr, axes: RankAxes, rules: Rules = MappingProxyType({})) -> ClosedJaxpr:
+    """A traced function, with these derivatives inside, as it runs on a rank.
 
     Raises:
         LossError: it names axes that a rank does not have, or maps over those of the replicas.
     """
-    if not axes.sizes and not _mentions(closed.jaxpr):
+    if not axes.sizes and not rules and not _mentions(closed.jaxpr):
         return closed
-    return ClosedJaxpr(_Mover(axes).moved(closed.jaxpr, _Scope(axes.rank)), closed.consts)
+    return ClosedJaxpr(_Mover(axes, rules).moved(closed.jaxpr, _Scope(axes.rank)), closed.consts)
+
+
+def rules_in(jaxpr: Jaxpr, axes: RankAxes) -> dict[Jaxpr, Derivative]:
+    """The derivatives, of functions inside a user's, that name a mesh or an axis of one; but for those in maps over a mesh.
+
+    A derivative that cannot be traced is left out: nobody may ever ask for it.
+
+    Raises:
+        NameError: one names an axis that nothing has.
+    """
+    found: dict[Jaxpr, Derivative | None] = {}
+
+    def look(jaxpr: Jaxpr) -> None:
+        for eqn in jaxpr.eqns:
+            plain = called(eqn, CUSTOM_RULES)
+            if plain is None and shard_map_of(eqn) is None:
+                inner_bodies = [inner for inner in inner_jaxprs(eqn) if inner not in seen]
+                seen.update(inner_bodies)
+                for inner in inner_bodies:
+                    look(inner)
+            elif plain is not None and plain.jaxpr not in found:
+                rule = _rule(eqn, axes)
+                found[plain.jaxpr] = rule if rule is not None and _mentions(rule.jaxpr) else None
+
+    seen = set[Jaxpr]()
+    look(jaxpr)
+    return {function: rule for function, rule in found.items() if rule is not None}
+
+
+def _rule(eqn: JaxprEqn, axes: RankAxes) -> Derivative | None:
+    """The derivative of a function that has one of its own; None if it cannot be traced."""
+    own, gives = mesh_of(eqn), _inexact([aval_of(var) for var in eqn.outvars])
+
+    def derivative(mesh: AbstractMesh, *args: jax.Array) -> Tree:
+        run = _of_inexact(eqn if mesh is own else in_mesh(eqn, mesh))(args)
+        wanted = list(itertools.compress(args, _inexact(args)))
+        if kind_of(eqn) == "custom_jvp":
+            return jax.jvp(run, wanted, wanted)[0]
+        results, pullback = jax.vjp(lambda *given: list(itertools.compress(run(*given), gives)), *wanted)
+        return pullback(results)
+
+    for mesh in [own, *([axes.whole.abstract_mesh] if own.empty and axes.whole is not None else [])]:
+        make = jax.make_jaxpr(functools.partial(derivative, mesh), axis_env=axes.env)
+        try:
+            return Derivative(traced_inside(mesh, (), lambda make=make: make(*varying_shapes(eqn.invars))).jaxpr, mesh)
+        except NameError:
+            raise
+        except Exception:  # noqa: BLE001, S112  (whatever it is, it comes again if the function is differentiated)
+            continue
+    return None
+
+
+def _inexact(values: Iterable[Leaf]) -> list[bool]:
+    return [jnp.issubdtype(value.dtype, jnp.inexact) for value in values]
+
+
+def _of_inexact(eqn: JaxprEqn) -> Callable[[Sequence[jax.Array]], Callable[..., list[jax.Array]]]:
+    """What an equation computes, as a function of those of its operands that have a derivative; it takes all others first."""
+    inputs: list[Leaf] = [new_variable(atom) for atom in eqn.invars]
+    run = function_of([eqn.replace(invars=inputs)], inputs, eqn.outvars)
+
+    def of_inexact(args: Sequence[jax.Array]) -> Callable[..., list[jax.Array]]:
+        def function(*given: jax.Array) -> list[jax.Array]:
+            supply = iter(given)
+            return run(*(next(supply) if want else arg for arg, want in zip(args, _inexact(args), strict=True)))
+
+        return function
+
+    return of_inexact
 
 
 def _mentions(jaxpr: Jaxpr) -> bool:
@@ -187,8 +299,9 @@ class _Scope:
 class _Mover:
     """Copies jaxprs for the mesh of a rank."""
 
-    def __init__(self, axes: RankAxes):
-        self._sizes, self._env, self._outside = axes.sizes, axes.env, axes.apart
+    def __init__(self, axes: RankAxes, rules: Rules):
+        self._rules = rules
+        self._sizes, self._env, self._outside = dict(axes.outside or ()) | axes.sizes, axes.env, axes.apart
         self._axis = {name: axis for name, axis, _ in axes.names}
         self._count = {name: size for name, _, size in axes.names} | self._sizes
         self._known: dict[Hashable, Jaxpr] = {}
@@ -228,7 +341,7 @@ class _Mover:
         if names:
             return self._collective(eqn, names, scope)
         plain = called(eqn, CUSTOM_RULES)
-        if plain is not None and (scope.in_rule or not mesh_of(before).empty):
+        if plain is not None and (scope.in_rule or plain.jaxpr in self._rules or not mesh_of(before).empty):
             return self._custom(eqn, plain, before, scope)
         new = with_params(eqn, lambda name, value: self._parameter(name, value, scope))
         return self._told(new, scope)
@@ -252,13 +365,12 @@ class _Mover:
 
     def _custom(self, eqn: JaxprEqn, plain: ClosedJaxpr, before: JaxprEqn, scope: _Scope) -> Lines:
         """A function with a derivative of its own, whose rule is traced now: later it would be with another mesh in force."""
-        mesh, avals = mesh_of(before), varying_shapes(before.invars)
+        rule = self._rules.get(plain.jaxpr)
+        mesh, avals = mesh_of(before) if rule is None else rule.mesh, varying_shapes(before.invars)
         primal = jaxpr_as_fun(ClosedJaxpr(self.moved(plain.jaxpr, scope), plain.consts))
         if scope.in_rule:  # nobody differentiates twice
             return self._made(eqn, primal, scope)
-        varies = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals]
-        inputs: list[Leaf] = [new_variable(atom) for atom in eqn.invars]
-        run = function_of([eqn.replace(invars=inputs)], inputs, eqn.outvars)
+        varies, of_inexact = _inexact(avals), _of_inexact(eqn if rule is None else in_mesh(eqn, mesh))
 
         def moved(function: Callable[..., Tree], *args: Tree) -> tuple[Callable[..., list[jax.Array]], Tree]:
             make = jax.make_jaxpr(function, axis_env=self._env, return_shape=True)
@@ -268,13 +380,6 @@ class _Mover:
 
         def inexact(args: Sequence[_T]) -> list[_T]:
             return list(itertools.compress(args, varies))
-
-        def of_inexact(args: Sequence[jax.Array]) -> Callable[..., list[jax.Array]]:
-            def function(*given: jax.Array) -> list[jax.Array]:
-                supply = iter(given)
-                return run(*(next(supply) if want else arg for arg, want in zip(args, varies, strict=True)))
-
-            return function
 
         if kind_of(eqn) == "custom_jvp":
             rule, _ = moved(lambda args, tangents: jax.jvp(of_inexact(args), inexact(args), tangents), avals, inexact(avals))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from jaxpp.stages.axes import AxisEnv, RankAxes, axes_named, divides, moved
+from jaxpp.stages.axes import AxisEnv, RankAxes, axes_named, divides, moved, rules_in
 from jaxpp.stages.jaxpr import (
     CALLS,
     CHECKPOINTS,
@@ -107,18 +107,27 @@ class Rewriter:
 
 
 def trace(
-    function: Callable[..., Tree], *args: Tree, opened: bool = False, env: AxisEnv = (), axes: RankAxes | None = None
+    function: Callable[..., Tree],
+    *args: Tree,
+    opened: bool = False,
+    env: AxisEnv = (),
+    axes: RankAxes | None = None,
+    differentiable: bool = False,
 ) -> tuple[Graph, Tree]:
     """The flat graph of ``function`` at the shapes of ``args`` (arrays or shapes), and the tree of result shapes.
 
-    ``env``: the axes over which it may communicate. With ``axes`` it is the user's, and moved to a rank with these axes.
+    ``env``: the axes over which it may communicate. With ``axes`` it is the user's, and moved to a rank with these axes; and so are
+    derivatives of its own, where it is ``differentiable``.
     """
     env = env if axes is None else axes.env
     made = jax.make_jaxpr(function, axis_env=env, return_shape=True)
     closed, shapes = made(*args) if axes is None else axes.in_force(lambda: made(*args))
-    named = set() if axes is None else axes_named(closed.jaxpr.eqns)
-    said = axes is not None and divides(closed.jaxpr.eqns), tuple(pair for pair in env if pair[0] in named)
-    closed = closed if axes is None else moved(closed, axes)
+    said = False, ()
+    if axes is not None:
+        rules = rules_in(closed.jaxpr, axes) if differentiable else {}
+        eqns = [*closed.jaxpr.eqns, *(eqn for rule in rules.values() for eqn in rule.jaxpr.eqns)]
+        said = divides(eqns), tuple(pair for pair in env if pair[0] in axes_named(eqns))
+        closed = moved(closed, axes, rules)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     whole = Graph((), (), tuple(closed.jaxpr.invars), tuple(closed.jaxpr.outvars), constants, env, *said)
     flat = _Flattener(constants, CALLS | CUSTOM_RULES if opened else CALLS)

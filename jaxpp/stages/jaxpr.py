@@ -78,13 +78,13 @@ def shapes_of(atoms: Iterable[Atom | Aval]) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def varying_shapes(atoms: Iterable[Atom]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shape and dtype of each, and along which axes of its mesh it varies (inside a ``jax.shard_map``)."""
+    """Shape and dtype of each, and along which axes of its mesh it varies (inside a ``jax.shard_map``) or is said to be divided."""
 
     def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
         aval = aval_of(atom)
-        manual = getattr(aval, "manual_axis_type", None)
+        manual, sharding = getattr(aval, "manual_axis_type", None), getattr(aval, "sharding", None)
         if manual is None or not manual.varying:
-            return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding if sharding and any(sharding.spec) else None)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding, manual_axis_type=manual)
 
     return tuple(map(shape_of, atoms))

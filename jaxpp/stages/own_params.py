@@ -12,7 +12,8 @@ import optax
 
 from jaxpp.types import LossFn, Params, Tree
 
-_KEYS = (jax.tree_util.GetAttrKey("shared"), jax.tree_util.GetAttrKey("task"))
+OWN_NAME = "task"  # What paths of the second part begin with
+_KEYS = (jax.tree_util.GetAttrKey("shared"), jax.tree_util.GetAttrKey(OWN_NAME))
 
 
 @jax.tree_util.register_pytree_with_keys_class

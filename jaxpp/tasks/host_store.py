@@ -28,11 +28,14 @@ from jaxpp.runtime.edges import to_device, to_host, unaliased
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import shapes_of
+from jaxpp.stages.stacked import Slices, Slicing, rows
 from jaxpp.types import Array, Device, DType, Leaf
 
 __all__ = ["LARGEST_PACKED", "HostCopy", "HostStore", "SetPacking", "Traffic"]
 
 LARGEST_PACKED = 1 << 16  # bytes: arrays of 4 KiB travel three times as fast packed, arrays of 64 KiB as fast either way
+
+SetHome = Sharding | Slices  # Where a leaf of a set lives on the device: somewhere, or each of some slices of it somewhere
 
 _WRITES = 2  # how many write-backs a row may have under way
 _Leaves = Sequence[Array]
@@ -41,32 +44,40 @@ _Leaves = Sequence[Array]
 class SetPacking:
     """How all sets whose leaves have these shapes and device shardings (homes) travel: vectors first, then the leaves left alone.
 
-    The vectors hold unsigned integers: a backend may carry narrow floats through float32, which changes signalling NaNs. ``groups``
-    are the numbers of the leaves in each array that travels, and ``places`` the device shardings of these arrays.
+    The vectors hold unsigned integers: a backend may carry narrow floats through float32, which changes signalling NaNs. A leaf
+    whose rows are divided over several homes (``Slices``) travels as its slices; on the device, these are leaves of their own.
+    ``groups`` are the numbers of the leaves in each array that travels, and ``places`` the device shardings of these arrays.
     """
 
-    def __init__(self, shapes: Sequence[jax.ShapeDtypeStruct], homes: Sequence[Sharding]):
+    def __init__(self, shapes: Sequence[jax.ShapeDtypeStruct], homes: Sequence[SetHome]):
         self.shapes, self.homes = tuple(shapes), tuple(homes)
-        self._siblings: dict[tuple[Sharding, ...], SetPacking] = {self.homes: self}
+        self._divided = [home if isinstance(home, Slices) else None for home in homes]
+        self._shapes = tuple(jax.tree.leaves(list(map(_divided_like, shapes, homes))))
+        self._homes = tuple(jax.tree.leaves(list(homes)))
+        self._siblings: dict[Hashable, SetPacking] = {_key(homes): self}
         small: dict[Sharding, dict[DType, list[int]]] = {}
-        for k, (aval, home) in enumerate(zip(self.shapes, self.homes, strict=True)):
+        for k, (aval, home) in enumerate(zip(self._shapes, self._homes, strict=True)):
             whole, word = _whole(home), _word(aval.dtype)
             if whole is not None and word is not None and 0 < count_bytes(aval) <= LARGEST_PACKED:
                 small.setdefault(whole, {}).setdefault(word, []).append(k)
         packed = {home: [tuple(group) for group in by_word.values() if len(group) > 1] for home, by_word in small.items()}
         self._packed = [group for groups in packed.values() for group in groups]
-        self._alone = sorted(set(range(len(self.shapes))).difference(*self._packed))
+        self._alone = sorted(set(range(len(self._shapes))).difference(*self._packed))
         self._programs = [(groups, *self._compiled(home, groups)) for home, groups in packed.items() if groups]
         self.groups = (*self._packed, *((k,) for k in self._alone))
-        self.places = (*(home for home, groups in packed.items() for _ in groups), *(self.homes[k] for k in self._alone))
+        self.places = (*(home for home, groups in packed.items() for _ in groups), *(self._homes[k] for k in self._alone))
 
-    def at(self, homes: Sequence[Sharding]) -> "SetPacking":
-        """The packing of these shapes at other homes; the same object for the same homes."""
-        homes = tuple(homes)
-        if homes not in self._siblings:
-            self._siblings[homes] = other = SetPacking(self.shapes, homes)
+    def at(self, homes: Sequence[SetHome]) -> "SetPacking":
+        """The packing of these leaves at other homes; the same object for the same homes."""
+        key = _key(homes)
+        if key not in self._siblings:
+            self._siblings[key] = other = SetPacking(self.shapes, homes)
             other._siblings = self._siblings
-        return self._siblings[homes]
+        return self._siblings[key]
+
+    def travels_as(self, other: "SetPacking") -> bool:
+        """Whether the arrays that travel are those of another packing of these leaves."""
+        return (self.groups, self._shapes) == (other.groups, other._shapes)
 
     def pack(self, leaves: Sequence[Array]) -> tuple[Array, ...]:
         """The arrays that travel, made of device arrays at their homes; waits for nothing. The leaves may be donated at once."""
@@ -81,41 +92,54 @@ class SetPacking:
         for groups, _, split in self._programs:
             leaves |= split(list(islice(rest, len(groups))))
         leaves |= zip(self._alone, rest, strict=True)
-        return tuple(leaves[k] for k in range(len(self.shapes)))
+        return tuple(leaves[k] for k in range(len(self._shapes)))
 
     def on_host(self, leaves: Sequence[Leaf], version: object = None) -> "HostCopy":
-        """The host copy of leaves that are on the host; waits until it is there. Without a version, its values are new."""
-        bits = [[np.ravel(np.asarray(leaves[k])).view(_word(self.shapes[k].dtype)) for k in group] for group in self._packed]
+        """The host copy of whole leaves that are on the host; waits until it is there. Without a version, its values are new."""
+        leaves = self._slices(leaves)
+        bits = [[np.ravel(np.asarray(leaves[k])).view(_word(self._shapes[k].dtype)) for k in group] for group in self._packed]
         vectors = list(map(np.concatenate, bits))
         there = jax.block_until_ready(to_host(vectors, self.places[: len(vectors)]))
         return HostCopy(self, (*there, *(leaves[k] for k in self._alone)), object() if version is None else version)
 
+    def _slices(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """Whole leaves on the host as what travels of each."""
+        parts: list[Leaf] = []
+        for leaf, node in zip(leaves, self._divided, strict=True):
+            if node is None:
+                parts.append(leaf)
+            else:
+                each = [np.asarray(leaf)[a:b] for a, b in rows(node.sizes)]
+                parts += jax.block_until_ready(to_host(each, node.parts))
+        return parts
+
     def views(self, arrays: Sequence[Array]) -> tuple[Leaf, ...]:
-        """The leaves of arrays on the host: the small leaves as views of the vectors, which cannot be written to."""
+        """The whole leaves of arrays on the host: small ones as views of the vectors, which cannot be written to."""
         leaves: dict[int, Leaf] = dict(zip(self._alone, arrays[len(self._packed) :], strict=True))
         for group, vector in zip(self._packed, arrays, strict=False):
             for k, part in zip(group, np.split(np.asarray(vector), self._cuts(group)), strict=True):
-                leaves[k] = part.view(self.shapes[k].dtype).reshape(self.shapes[k].shape)
-        return tuple(leaves[k] for k in range(len(self.shapes)))
+                leaves[k] = part.view(self._shapes[k].dtype).reshape(self._shapes[k].shape)
+        parts = iter(leaves[k] for k in range(len(self._shapes)))
+        return tuple(next(parts) if node is None else _whole_rows(list(islice(parts, len(node.sizes)))) for node in self._divided)
 
     def _cuts(self, group: Sequence[int]) -> list[int]:
-        return list(accumulate(math.prod(self.shapes[k].shape) for k in group[:-1]))
+        return list(accumulate(math.prod(self._shapes[k].shape) for k in group[:-1]))
 
     def _compiled(self, home: Sharding, groups: Sequence[Sequence[int]]) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Programs that make the vectors of one home of its small leaves, and the leaves, by their numbers, of the vectors."""
 
         def join(parts: list[list[Array]]) -> list[Array]:
-            assert list(map(shapes_of, parts)) == [tuple(self.shapes[k] for k in group) for group in groups]
+            assert list(map(shapes_of, parts)) == [tuple(self._shapes[k] for k in group) for group in groups]
             return [jnp.concatenate([_as_bits(leaf, _word(leaf.dtype)).ravel() for leaf in leaves]) for leaves in parts]
 
         def split(vectors: list[Array]) -> dict[int, Array]:
             leaves = {}
             for group, vector in zip(groups, vectors, strict=True):
                 for k, part in zip(group, jnp.split(vector, self._cuts(group)), strict=True):
-                    leaves[k] = _as_bits(part.reshape(self.shapes[k].shape), self.shapes[k].dtype)
+                    leaves[k] = _as_bits(part.reshape(self._shapes[k].shape), self._shapes[k].dtype)
             return leaves
 
-        homes = {k: self.homes[k] for group in groups for k in group}
+        homes = {k: self._homes[k] for group in groups for k in group}
         return jax.jit(join, out_shardings=home), jax.jit(split, out_shardings=homes)
 
 
@@ -225,15 +249,16 @@ class HostStore:
             self._finish()
         return self.hosts[name]
 
-    def put(self, name: Hashable, leaves: Sequence[Leaf], homes: Sequence[Sharding]) -> None:
+    def put(self, name: Hashable, leaves: Sequence[Leaf], homes: Sequence[SetHome]) -> None:
         """Copy a set in, in place of a set of this name that is not in use; waits until it is on the host."""
         self._settle()
         self.check_idle(name, "be replaced")
         self.replace({name: self.copied(leaves, homes)})
 
-    def copied(self, leaves: Sequence[Leaf], homes: Sequence[Sharding]) -> HostCopy:
+    def copied(self, leaves: Sequence[Leaf], homes: Sequence[SetHome]) -> HostCopy:
         """A host copy of leaves, beside the device sharding of each; waits until it is there. ``replace`` takes it in."""
-        new = jax.block_until_ready(to_host([unaliased(leaf) for leaf in leaves], homes))
+        firsts = [home.parts[0] if isinstance(home, Slices) else home for home in homes]
+        new = jax.block_until_ready(to_host([unaliased(leaf) for leaf in leaves], firsts))
         return self._packing(shapes_of(new), homes).on_host(new)
 
     def keep_only(self, name: Hashable, members: Sequence[int]) -> None:
@@ -245,7 +270,7 @@ class HostStore:
         self.hosts[name] = kept.on_host([leaves[k] for k in members], held.version)
         self._drop(name)
 
-    def _packing(self, shapes: tuple[jax.ShapeDtypeStruct, ...], homes: Sequence[Sharding]) -> SetPacking:
+    def _packing(self, shapes: tuple[jax.ShapeDtypeStruct, ...], homes: Sequence[SetHome]) -> SetPacking:
         if shapes not in self._packings:
             self._packings[shapes] = SetPacking(shapes, homes)
         return self._packings[shapes].at(homes)
@@ -266,8 +291,11 @@ class HostStore:
         self._drop(name)
         del self.hosts[name]
 
-    def fetch(self, name: Hashable, homes: Sequence[Sharding], row: Hashable = 0) -> tuple[Array, ...]:
-        """Lend a set on a row's device until it is given back, as arrays that the caller may donate; waits for nothing."""
+    def fetch(self, name: Hashable, homes: Sequence[SetHome], row: Hashable = 0) -> tuple[Array, ...]:
+        """Lend a set on a row's device until it is given back, as arrays that the caller may donate; waits for nothing.
+
+        A leaf whose home is divided comes as its slices, one after another.
+        """
         self._settle()
         self._known(name)
         cache = self._rows[row]
@@ -284,7 +312,7 @@ class HostStore:
         cache.lent.add(name)
         return leaves
 
-    def prefetch(self, name: Hashable, homes: Sequence[Sharding], row: Hashable = 0) -> None:
+    def prefetch(self, name: Hashable, homes: Sequence[SetHome], row: Hashable = 0) -> None:
         """Begin to bring a set that will be fetched, as ``fetch`` does. The least recently used copy makes room."""
         self._settle()
         self._known(name)
@@ -295,19 +323,22 @@ class HostStore:
             cache.prefetched[name], cache.copies[name] = self._load(name, homes, row)
 
     def write_back(
-        self, name: Hashable, leaves: _Leaves, rows: Sequence[Hashable] = (0,), resident: Sequence[_Leaves] = ()
+        self, name: Hashable, leaves: Sequence[Array | Slices], rows: Sequence[Hashable] = (0,), resident: Sequence[_Leaves] = ()
     ) -> None:
         """Give a set back, changed: begin its write-back, and keep on each row its copy of ``resident``, or else ``leaves``.
+
+        ``leaves`` has what was lent as slices under ``Slices``.
 
         The host copy changes in one assignment, and is put back if the arrays do not arrive. Copies on other rows are dropped. The
         leaves may be donated at once. If an earlier write-back failed, the next call says so.
         """
         old = self._known(name)
         assert len(leaves) == len(old.packing.shapes)
+        homes, leaves = jax.tree.map(lambda leaf: leaf.sharding, list(leaves)), jax.tree.leaves(list(leaves))
         if any(name in cache.lent for row, cache in self._rows.items() if row not in rows):
             raise _set_in_use(name, "a set is written back once, for all that use it", " elsewhere as well")
         try:
-            packing = old.packing.at([leaf.sharding for leaf in leaves])
+            packing = old.packing.at(homes)
             new = HostCopy(packing, to_host(self._again(lambda: packing.pack(leaves))), object())
         except (JaxRuntimeError, BankError) as error:  # the latter of an earlier write-back that made no room
             self.release(name, rows)
@@ -366,14 +397,14 @@ class HostStore:
         for cache in self._rows.values():
             cache.release(name)
 
-    def _load(self, name: Hashable, homes: Sequence[Sharding], row: Hashable) -> tuple[SetPacking, tuple[Array, ...]]:
+    def _load(self, name: Hashable, homes: Sequence[SetHome], row: Hashable) -> tuple[SetPacking, tuple[Array, ...]]:
         cache = self._rows[row]
         if not cache.make_room(self.slots):
             got = f"slots={self.slots}, in use: {', '.join(map(repr, cache.lent))}"
             fix = f"make the bank with slots={self.slots + 1}, or leave the block that uses one first"
             raise BankError(f"set {name!r}", "a set is brought to the device where a slot is free", got, fix)
         packing = self.hosts[name].packing.at(homes)
-        if packing.groups != self.hosts[name].packing.groups:
+        if not packing.travels_as(self.hosts[name].packing):
             held = self.held(name)
             self.hosts[name] = packing.on_host(held.leaves, held.version)
         host = self.hosts[name]
@@ -441,6 +472,22 @@ def _write_failed(name: Hashable, error: Exception) -> BankError:
     got = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
     fix = "free host memory if there was none, else look at the step that computed it (the cause is above); then use the set again"
     return BankError(f"set {name!r}", "a write-back that fails leaves the set as it was before", got, fix)
+
+
+def _key(homes: Sequence[SetHome]) -> Hashable:
+    """What is the same for the same homes."""
+    return tuple((home.parts, home.sizes) if isinstance(home, Slices) else home for home in homes)
+
+
+def _divided_like(aval: jax.ShapeDtypeStruct, home: SetHome) -> jax.ShapeDtypeStruct | Slices:
+    """The shape of what travels of a leaf."""
+    return Slicing((home.sizes,)).of([aval])[0] if isinstance(home, Slices) else aval
+
+
+def _whole_rows(parts: Sequence[Leaf]) -> np.ndarray:
+    whole = np.concatenate([np.asarray(part) for part in parts])
+    whole.flags.writeable = False
+    return whole
 
 
 def _whole(home: Sharding) -> Sharding | None:

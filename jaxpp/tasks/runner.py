@@ -30,9 +30,10 @@ from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.microbatch import batch_avals
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import Joint, join_losses
+from jaxpp.stages.stacked import Slices, is_slices, joined
 from jaxpp.tasks.bank import Bank, sets_of
 from jaxpp.tasks.sets import BankSets, SetHomes, SetLayout
-from jaxpp.types import Array, Batch, Device, Home, Key, LossFn, TaskNames, Tree
+from jaxpp.types import Array, Batch, Device, Home, Key, Leaf, LossFn, TaskNames, Tree
 
 __all__ = ["BankRunner", "Runner", "check_bank", "check_scaling", "waiting_names", "with_set"]
 
@@ -128,8 +129,13 @@ class ReplicaSets:
     """
 
     def __init__(self, engine: Engine, sets: BankSets, layout: SetLayout):
-        if engine.layout.num_own != layout.params.num_leaves:
-            rule, got = "a loop over the layers of a task's own parameters is not cut", "a boundary inside such a loop"
+        nodes = _nodes_of_set(engine)
+        self._sliced = jax.tree.structure(nodes) if any(map(is_slices, nodes)) else None
+        if jax.process_count() > 1 and self._sliced is not None:
+            rule, got = (
+                "in several processes, each leaf of a set is whole in one of them",
+                "a boundary inside a loop over its layers",
+            )
             raise CutError("theta[t]", rule, got, "pass cuts=[...] outside of it, or fewer stages")
         self.engine = engine
         names, placement = engine.placed.names.own, engine.placement
@@ -151,6 +157,10 @@ class ReplicaSets:
         self._crossers: dict[Hashable, Callable[..., Sequence[Array]]] = {}
         if jax.process_count() > 1:
             sets.divide(layout, self.whole)
+
+    def as_held(self, leaves: Sequence[_T]) -> Sequence[_T | Slices]:
+        """Something for each leaf of a set here, as the bank's store has it: the slices of a leaf under ``Slices``."""
+        return leaves if self._sliced is None else self._sliced.unflatten(leaves)
 
     def of_replicas(self, rows: Sequence[_Row]) -> list[Array]:
         """The sets of the replicas here as arrays with the replicas as their first axis, and stand-ins for leaves elsewhere."""
@@ -305,7 +315,7 @@ class BankRunner(Runner):
         for name, changed in sets.exchanged(names, rows).items():
             mine = [r for r in sets.rows if names[r] == name]
             try:
-                self.bank.host_store.write_back(name, changed, [self._row(r) for r in mine], [rows[r] for r in mine])
+                self.bank.host_store.write_back(name, sets.as_held(changed), [self._row(r) for r in mine], [rows[r] for r in mine])
             except BankError as error:  # the state that the step has made must not be lost by it
                 self.bank.host_store.tell_later(error)
 
@@ -314,14 +324,14 @@ class BankRunner(Runner):
         names = self.names(task)
         sets = self._sets(names[0])
         for r in sets.rows:
-            self.bank.host_store.prefetch(names[r], sets.homes[r], self._row(r))
+            self.bank.host_store.prefetch(names[r], sets.as_held(sets.homes[r]), self._row(r))
 
     @contextmanager
     def _lend(self, names: Sequence[Hashable]) -> Iterator[list[Array]]:
         """The leaves of the replicas' sets, at their stages. The caller gives them back; after an exception, they are released."""
         sets, store = self._sets(names[0]), self.bank.host_store
         try:
-            yield sets.of_replicas([store.fetch(names[r], sets.homes[r], self._row(r)) for r in sets.rows])
+            yield sets.of_replicas([store.fetch(names[r], sets.as_held(sets.homes[r]), self._row(r)) for r in sets.rows])
         except BaseException:
             for r, name in enumerate(names):  # some may not have been fetched
                 store.release(name, (self._row(r),))
@@ -348,6 +358,12 @@ class BankRunner(Runner):
             outcome = engine.run("update", leaves.with_own(own, engine.placed.names), batch, key, **options)
             self._give_back(names, outcome.state.own)
         return outcome._replace(state=outcome.state.shared)
+
+
+def _nodes_of_set(engine: Engine) -> list[Leaf]:
+    """The leaves of a set, parameters and optimizer state, as an engine holds them: whole, or ``Slices``."""
+    own = engine.layout.params.own, engine.update.tree.unflatten([atom.aval for atom in engine.update.init_graph.outputs])[1]
+    return [node for tree in own for node in jax.tree.leaves(joined(tree, lambda node: node), is_leaf=is_slices)]
 
 
 def _over_replicas(home: Sharding, devices: Sequence[Device]) -> Sharding:

@@ -250,6 +250,89 @@ def test_a_collective_over_data_is_one_between_replicas(between, options):
         np.testing.assert_allclose(state.params[name], leaf - 0.1 * grads[name], rtol=1e-4, atol=1e-5)
 
 
+def with_derivative(rule, kind="custom_vjp"):
+    """The identity, whose derivative is what a rule makes of cotangents or tangents."""
+    function = getattr(jax, kind)(lambda x: x * 1.0)
+    if kind == "custom_vjp":
+        function.defvjp(lambda x: (x * 1.0, None), lambda _, cotangent: (rule(cotangent),))
+    else:
+        function.defjvp(lambda primals, tangents: (primals[0] * 1.0, rule(tangents[0])))
+    return function
+
+
+def averaged(axis="data", **options):
+    return with_derivative(lambda given: jax.lax.pmean(given, axis), **options)
+
+
+def refused(cotangent):
+    raise NotImplementedError
+
+
+ON_MESH = {"mesh": MESH, "shardings": RULES}
+IN_DERIVATIVES = {
+    "replicas": (averaged(), {"data_parallel": 2}),
+    "one device a stage": (averaged(), {}),
+    "a tangent": (averaged(kind="custom_jvp"), {"data_parallel": 2}),
+    "a tangent on one device": (averaged(kind="custom_jvp"), {}),
+    "another name": (averaged("batch"), {"data_parallel": 2, "axes": {"data": "batch"}}),
+    "a mesh": (averaged(), ON_MESH),
+    "a mesh without replicas": (averaged(), ON_MESH | {"mesh": mesh_of(2, 1, 2)}),
+    "a loop": (lambda x: jax.lax.scan(lambda x, _: (averaged()(x), None), x, None, length=2)[0], ON_MESH),
+    "a checkpoint": (jax.checkpoint(averaged()), {"data_parallel": 2}),
+    "a constraint": (with_derivative(constrained(NamedSharding(MESH, P("data", "model")))), ON_MESH),
+    "a bare constraint": (with_derivative(constrained(P("data", "model"))), ON_MESH),
+    "a map": (with_derivative(mapped(lambda x: x * 1.0, mesh=MESH, axis_names={"model"})), ON_MESH),
+    "one that nobody asks for": (lambda x: x + 0 * jax.lax.stop_gradient(with_derivative(refused)(jax.lax.stop_gradient(x))), {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=() if name in ("one device a stage", "another name") else LONG) for name in IN_DERIVATIVES]
+)
+def test_a_derivative_of_its_own_may_be_the_only_one_to_name_axes(case):
+    # JAX said "unbound axis name" in pipe.verify, and without replicas in pipe.init too.
+    between, options = IN_DERIVATIVES[case]
+    pipe = jaxpp.Pipeline(chain(between, jnp.tanh), optax.sgd(0.1), num_stages=2, num_microbatches=1, **options)
+    state = pipe.init(params(), BATCH)
+    pipe.verify(state, BATCH)
+    state, _ = pipe.step(state, BATCH)
+    replicas = 2 if "data_parallel" in options or options.get("mesh") is MESH else 1
+    plain = chain(
+        (lambda x: x) if case in ("a constraint", "a bare constraint", "a map", "one that nobody asks for") else between, jnp.tanh
+    )
+    grad = jax.vmap(jax.grad(plain), (None, 0), axis_name=options.get("axes", {}).get("data", "data"))
+    grads = grad(params(), BATCH.reshape(replicas, -1, 8))
+    for name, leaf in params().items():
+        np.testing.assert_allclose(state.params[name], leaf - 0.1 * grads[name].mean(0), rtol=1e-4, atol=1e-6)
+
+
+TYPED = jax.make_mesh((2, 2, 2), ("pipe", "data", "model"), axis_types=(AxisType.Explicit,) * 3)
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")
+@pytest.mark.parametrize(
+    ("between", "context"),
+    [
+        (mapped(nn.gelu, axis_names={"model"}), lambda: jax.set_mesh(TYPED)),
+        pytest.param(mapped(nn.gelu, mesh=TYPED, axis_names={"model"}), nullcontext, marks=LONG),
+        pytest.param(
+            lambda x: jax.shard_map(nn.gelu, in_specs=COLUMNS, out_specs=COLUMNS)(jax.reshard(x, COLUMNS)), nullcontext, marks=LONG
+        ),
+    ],
+)
+def test_maps_over_axes_of_explicit_types_are_verified(between, context):
+    # JAX said "Expected cotangent type float32[4,8] but got float32[4,8@model]".
+    with context():
+        pipe = jaxpp.Pipeline(chain(between), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=TYPED, shardings=RULES)
+        state = pipe.init(params(), BATCH)
+        pipe.verify(state, BATCH)
+        state, _ = pipe.step(state, BATCH)
+    grads = jax.grad(chain(nn.gelu))(params(), BATCH)
+    for name, leaf in params().items():
+        np.testing.assert_allclose(state.params[name], leaf - 0.1 * grads[name], rtol=1e-4, atol=1e-6)
+
+
 NAMES = {
     "usual names": ({"mesh": ((2, 2, 2), ("stage", "replica", "tensor"))}, "replica", "tensor"),
     "names of one's own": (
@@ -339,6 +422,11 @@ REFUSED = {
         normalised("batch"),
         {"data_parallel": 2},
         ["Got: the axis name 'batch', which nothing has.", "Fix: pass axes={\"data\": 'batch'} if it is between replicas"],
+    ),
+    "a name that nothing has, in a derivative": (
+        averaged("other"),
+        {"data_parallel": 2},
+        ["Got: the axis name 'other', which nothing has."],
     ),
     "a map over data": (
         mapped(nn.relu, P("data", "model"), mesh=MESH),

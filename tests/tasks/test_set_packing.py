@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxpp.runtime.edges import HOST_MEMORY, to_device, to_host
 from jaxpp.stages.jaxpr import shapes_of
+from jaxpp.stages.stacked import Slices
 from jaxpp.tasks.host_store import LARGEST_PACKED, SetPacking
 
 DEVICES = jax.devices()
@@ -64,6 +65,21 @@ def test_every_set_comes_and_goes_with_all_its_bits_at_its_homes(case):
     assert [array.sharding for array in back] == [array.sharding for array in put.arrays]
     pieces = [shard.data for leaf in lent if leaf.size for shard in leaf.addressable_shards]
     assert len({piece.unsafe_buffer_pointer() for piece in pieces}) == len(pieces)  # each may be given up
+
+
+@pytest.mark.parametrize("rows", [6, LARGEST_PACKED])
+def test_a_leaf_whose_rows_live_in_several_places_travels_as_slices(rows):
+    leaves = [leaf_of((rows, 3), "float32", 0), leaf_of((5,), "float32", 1), leaf_of((2,), "bfloat16", 2)]
+    divided = [Slices([ONE, TWO], [2, rows - 2]), TWO, Slices([WHOLE, ONE], [1, 1])]
+    packing = SetPacking(shapes_of(leaves), divided)
+    lent = packing.unpack(to_device(packing.on_host(to_host(leaves, [ONE] * 3)).arrays, packing.places))
+    same(lent, [leaves[0][:2], leaves[0][2:], leaves[1], leaves[2][:1], leaves[2][1:]])
+    assert [leaf.sharding for leaf in lent] == [ONE, TWO, TWO, WHOLE, ONE]
+    same(packing.views(to_host(packing.pack(lent))), leaves)
+    whole = packing.at([ONE] * 3)
+    assert whole.at(divided) is packing
+    assert not whole.travels_as(packing)
+    assert packing.travels_as(packing.at([Slices([ONE, TWO], [2, rows - 2]), TWO, Slices([WHOLE, ONE], [1, 1])]))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn"])

@@ -565,12 +565,106 @@ def test_a_bank_may_lose_its_first_set_but_not_its_last():
     state, _ = pipe.step(state, DATA, jax.random.key(0), task="new")
 
 
-def test_a_loop_over_layers_of_a_task_is_not_cut_and_says_so():
-    def looped(params, task, batch):
-        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch @ params["w0"], task["layers"])
-        return jnp.mean(x**2)
+def deep_loss(params, task, batch):
+    """Two shared layers, and then layers of the task's own: a loop over a stack, or one by one."""
+    x = jnp.tanh(jnp.tanh(batch @ params["a00"]["w"]) @ params["a01"]["w"])
+    if "layers" in task:
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, task["layers"])
+    for name in sorted(task.keys() - {"layers"}):
+        for w in task[name]["w"] if task[name]["w"].ndim == 3 else [task[name]["w"]]:
+            x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
 
-    bank = jaxpp.Bank({"t0": {"layers": np.stack([numbers(k, WIDTH, WIDTH) for k in range(6)])}}, SHARED)
-    pipe = jaxpp.Pipeline(looped, SHARED, num_stages=2, bank=bank)
-    with pytest.raises(jaxpp.errors.CutError, match=r"theta\[t\]: a loop over the layers of a task's own"):
-        pipe.init({"w0": theta()["w0"]}, DATA[0])
+
+def deep_theta(dtype="float32"):
+    return {name: {"w": numbers(k, WIDTH, WIDTH).astype(dtype)} for k, name in enumerate(["a00", "a01"])}
+
+
+def stack(seed, count=6, dtype="float32"):
+    return np.stack([numbers(10 * seed + k, WIDTH, WIDTH) for k in range(count)]).astype(dtype)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "stages"),
+    [
+        (["b02"], ["a00 .. a01", "b02 .. b05"]),
+        (["task/b02"], ["a00 .. a01", "b02 .. b05"]),
+        (["a01", "b04"], ["a00", "a01 .. b03", "b04 .. b05"]),
+        (["task"], ["a00 .. a01", "b02 .. b05"]),
+    ],
+)
+def test_cuts_inside_a_task_have_the_names_that_a_user_reads(cuts, stages):
+    bank = jaxpp.Bank({"t0": {f"b0{k}": {"w": numbers(k, WIDTH, WIDTH)} for k in range(2, 6)}}, SHARED)
+    pipe = jaxpp.Pipeline(deep_loss, SHARED, num_stages=len(stages), num_microbatches=2, bank=bank, cuts=cuts)
+    pipe.init(deep_theta(), DATA[0])
+    assert [stage.modules for stage in pipe.stages] == stages
+
+
+def test_a_name_that_both_have_is_that_of_the_shared_parameters():
+    def loss_fn(params, task, batch):
+        return jnp.mean(jnp.tanh(jnp.tanh(batch @ params["head"]["w"]) @ params["tail"]["w"]) @ task["head"]["w"])
+
+    theta = {name: {"w": numbers(k, WIDTH, WIDTH)} for k, name in enumerate(["head", "tail"])}
+    for cuts, stages in ((["tail", "task/head"], ["head", "tail", "task.head"]), (["head"], None)):
+        bank = jaxpp.Bank({"t0": {"head": {"w": numbers(5, WIDTH, WIDTH)}}}, SHARED)
+        pipe = jaxpp.Pipeline(loss_fn, SHARED, num_stages=len(cuts) + 1, num_microbatches=2, bank=bank, cuts=cuts)
+        if stages is None:
+            with pytest.raises(jaxpp.errors.CutError, match="'head' begins at equation 0"):
+                pipe.init(theta, DATA[0])
+        else:
+            pipe.init(theta, DATA[0])
+            assert [stage.modules for stage in pipe.stages] == stages
+    with pytest.raises(jaxpp.errors.CutError, match="names: head, tail, task"):
+        jaxpp.Pipeline(loss_fn, SHARED, num_stages=2, num_microbatches=2, bank=bank, cuts=["other"]).init(theta, DATA[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "tasks", "name"),
+    [
+        ({"cuts": ["layers[2]"]}, "t1", "layers"),
+        pytest.param({"cuts": ["layers[3]"], "data_parallel": 2}, ["t0", "t1"], "layers", marks=pytest.mark.long),
+        pytest.param({"num_stages": 3, "schedule": "zb-h1"}, "t0", "layers", marks=pytest.mark.long),
+        pytest.param({"num_stages": 2, "data_parallel": 2}, ["t1", "t0"], "rows", marks=pytest.mark.long),
+    ],
+)
+def test_a_loop_over_the_layers_of_a_task_is_cut(options, tasks, name):
+    with jax.enable_x64(True):
+        theta, data = deep_theta("float64"), DATA[0].astype("float64")
+        kept = {f"t{k}": {"layers": stack(k, dtype="float64")} for k in range(2)}
+        kept = kept if name == "layers" else {task: {"rows": {"w": one["layers"]}} for task, one in kept.items()}
+        bank = jaxpp.Bank(kept, OWN)
+        options = {"num_stages": 2, "num_microbatches": 2} | options
+        pipe = jaxpp.Pipeline(deep_loss, SHARED, bank=bank, **options)
+        state = pipe.init(theta, data)
+        assert sum("layers" in stage.modules or "rows" in stage.modules for stage in pipe.stages) == options["num_stages"]
+        pipe.verify(state, data, task=tasks)
+        names = tasks if isinstance(tasks, list) else [tasks]
+        moments, own = SHARED.init(theta), {task: OWN.init(one) for task, one in kept.items()}
+        for _ in range(2):
+            pipe.prefetch(tasks)
+            state, _ = pipe.step(state, data, task=tasks)
+            pairs = zip(names, np.split(data, len(names)), strict=True)
+            grads = {task: jax.grad(deep_loss, (0, 1))(theta, kept[task], part) for task, part in pairs}
+            mean = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *(shared for shared, _ in grads.values()))
+            updates, moments = SHARED.update(mean, moments, theta)
+            theta = optax.apply_updates(theta, updates)
+            for task, (_, grad) in grads.items():
+                updates, own[task] = OWN.update(grad, own[task], kept[task])
+                kept[task] = optax.apply_updates(kept[task], updates)
+        compare("params", state.params, theta)
+        for task, one in kept.items():
+            compare("set", bank.params(task), one)
+            compare("moments", bank.opt_state(task), own[task])
+        with bank.use("t0") as task:  # without a pipeline, a set is whole
+            compare("set", task.params, kept["t0"])
+        pipe.verify(state, data, task=tasks)
+
+
+@pytest.mark.long
+def test_sets_with_more_and_with_fewer_layers_are_cut_where_the_shared_parameters_stay():
+    bank = jaxpp.Bank({"t0": {"layers": stack(0)}, "short": {"layers": stack(1, 4)}, "t2": {"layers": stack(2)}}, SHARED)
+    pipe = jaxpp.Pipeline(deep_loss, SHARED, num_stages=3, num_microbatches=2, bank=bank)
+    state = pipe.init(deep_theta(), DATA[0])
+    for task in ("t0", "short", "t2", "short"):
+        pipe.verify(state, DATA[0], task=task)
+        state, _ = pipe.step(state, DATA[0], task=task)

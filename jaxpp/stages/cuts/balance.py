@@ -20,6 +20,7 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.head import head_of
 from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, multiplies, scan_of, variables
 from jaxpp.stages.loss.traced_loss import STATE_RULE, TracedLoss
+from jaxpp.stages.own_params import OWN_NAME
 
 _Charges = Callable[[int, slice, int], np.ndarray]  # what a stage is charged from each of some starts to an end
 Cuts = tuple[int, ...]  # ``cuts[k]`` is the spine position at which stage k + 1 begins
@@ -103,8 +104,10 @@ def _charged(loss: TracedLoss, num_stages: int) -> _Charges:
     return lambda _, starts, end: price * lacking(np.arange(starts.start, starts.stop), end)
 
 
-def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: Sequence[int] = (), *, train: bool = True) -> Cuts:
-    """Cut another trace of a model so that parameters and model state stay with their owners, as far as possible."""
+def align(
+    loss: TracedLoss, num_stages: int, owner: Sequence[int | None], state_owner: Sequence[int] = (), *, train: bool = True
+) -> Cuts:
+    """Cut another trace of a model so that parameters and model state stay with their owners, as far as they have any."""
     size = len(loss.spine)
     if size < num_stages and not train:
         return tuple(min(stage, size) for stage in range(1, num_stages))
@@ -115,7 +118,7 @@ def align(loss: TracedLoss, num_stages: int, owner: Sequence[int], state_owner: 
         weights = [count_bytes(var.aval) for var in leaves]
         for k, uses in enumerate(all_uses):
             for stage in range(num_stages):
-                moved[stage, k + 1] += sum(weights[leaf] for leaf in uses if home[leaf] != stage)
+                moved[stage, k + 1] += sum(weights[leaf] for leaf in uses if home[leaf] not in (stage, None))
     return _cheapest(loss, np.zeros((num_stages, size + 1), dtype=int), 8.0 * np.cumsum(moved, axis=1))
 
 
@@ -242,22 +245,28 @@ def _place(loss: TracedLoss, name: str) -> int | None:
     for k, i in enumerate(loss.spine):
         if wanted in _components(loss.graph.names[i]):
             return k
-    pairs = enumerate(zip(loss.param_paths, loss.own_paths, strict=True))
-    leaves = {leaf for leaf, paths in pairs if any(_components(path).startswith(wanted) for path in paths)}
-    for k, uses in enumerate(loss.param_uses):
-        if uses & leaves:
-            return _retreat(loss, k)
     indexed = re.fullmatch(r"(.+)\[(\d+)\]", str(name))
-    position = _first_use_of_row(loss, _components(indexed[1]), int(indexed[2])) if indexed else None
-    return None if position is None else _retreat(loss, position)
+    for is_own in (False, True):  # a name that a task's own parameters have too is that of the shared ones
+        leaves = {leaf for leaf, path in enumerate(loss.param_paths) if _is_called(loss, leaf, path, wanted, is_own=is_own)}
+        position = next((k for k, uses in enumerate(loss.param_uses) if uses & leaves), None)
+        if position is None and indexed:
+            position = _first_use_of_row(loss, _components(indexed[1]), int(indexed[2]), is_own=is_own)
+        if position is not None:
+            return _retreat(loss, position)
+    return None
 
 
-def _first_use_of_row(loss: TracedLoss, wanted: str, row: int) -> int | None:
+def _is_called(loss: TracedLoss, leaf: int, path: str, wanted: str, *, is_own: bool) -> bool:
+    """Whether a parameter, one of a task's or not, has a name that begins as is wanted."""
+    return loss.is_own(leaf) == is_own and any(_components(each).startswith(wanted) for each in loss.spellings(leaf, path))
+
+
+def _first_use_of_row(loss: TracedLoss, wanted: str, row: int, *, is_own: bool) -> int | None:
     """Where a row is first read, of the parameters with a path that begins so; not with all others, unless it only is so."""
     uses_of_row: list[tuple[bool, int]] = []
     for leaf, (path, first) in enumerate(loss.stacks):
         length = sum(aval_of(loss.params[leaf]).shape[:1])
-        if _components(path).startswith(wanted) and 0 <= row - first < length:
+        if _is_called(loss, leaf, path, wanted, is_own=is_own) and 0 <= row - first < length:
             is_slice = loss.param_paths[leaf] != path
             reads = (read for read in loss.reads if read.leaf == leaf and read.start <= row - first < read.stop)
             uses_of_row += [(not is_slice and read.stop - read.start == length, read.position) for read in reads]
@@ -276,7 +285,7 @@ def _known_names(loss: TracedLoss) -> list[str]:
         return [name.replace(".", "/") for name in dict.fromkeys(loss.modules) if name]
     modules = dict.fromkeys(loss.graph.names[i] for i in loss.spine)
     depth_two = dict.fromkeys("/".join(name.split("/")[1:2]) for name in modules)
-    tops = dict.fromkeys(path.split("/")[0] for path in loss.own_paths)
+    tops = dict.fromkeys([*(path.split("/")[0] for path in loss.own_paths), *[OWN_NAME] * (loss.num_own > 0)])
     return [name for name in dict.fromkeys([*depth_two, *tops]) if name]
 
 

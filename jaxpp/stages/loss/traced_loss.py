@@ -31,7 +31,7 @@ from jaxpp.stages.estimate import SpineCosts
 from jaxpp.stages.graph import Graph, descendants, inline_remat, trace
 from jaxpp.stages.jaxpr import CHEAP, Atom, Checkpoint, aval_of, describe, is_ordered, kind_of, variables
 from jaxpp.stages.layers import Layers, Read, first_reads, place_rows, split_scans
-from jaxpp.stages.own_params import without_joint
+from jaxpp.stages.own_params import OWN_NAME, num_own, without_joint
 from jaxpp.stages.stacked import assembled_shapes, concatenated, first_rows, is_slices, joined, split_like
 from jaxpp.types import Aval, Batch, Leaf, LossFn, Params, Tree
 
@@ -92,6 +92,7 @@ class TracedLoss:
     stacks: tuple[tuple[str, int], ...] = ()  # of each parameter leaf the user's leaf, and which row of that is its first
     is_loss: bool = True  # False for a function whose outputs are the aux leaves; its loss is a literal that nobody reads
     axes: RankAxes = ONE_DEVICE  # of the ranks on which it is to run
+    num_own: int = 0  # how many parameter leaves, the last, each replica has of its own (those of a task)
 
     @property
     def noun(self) -> str:
@@ -245,12 +246,30 @@ class TracedLoss:
 
     @cached_property
     def own_paths(self) -> tuple[str, ...]:
-        """The path of each parameter leaf below what all of them share (``params``)."""
-        shared = posixpath.commonpath([posixpath.dirname(path) for path in self.param_paths] or [""])
-        paths = [path[len(shared) :].lstrip("/") for path in self.param_paths]
-        if any(path[:1].isdigit() for path in paths):  # a list of layers: its name says more than their numbers
-            paths = [path[len(posixpath.dirname(shared)) :].lstrip("/") for path in self.param_paths]
-        return tuple(paths)
+        """The path of each parameter leaf below what all of them share (``params``); a task's parameters are a tree apart."""
+        return tuple(path[len(self._prefix(leaf)) :].lstrip("/") for leaf, path in enumerate(self.param_paths))
+
+    def is_own(self, leaf: int) -> bool:
+        """Whether a parameter leaf is one of which each replica has its own."""
+        return leaf >= len(self.param_paths) - self.num_own
+
+    @cached_property
+    def _prefixes(self) -> tuple[str, str]:
+        """What the paths of all shared parameters begin with, and those of all parameters of a task."""
+        split = len(self.param_paths) - self.num_own
+        whole = [path for path, _ in self.stacks[split:]]
+        own = _shared_prefix(whole)
+        if own not in (OWN_NAME, "") and all(posixpath.dirname(path) == own for path in whole):
+            own = posixpath.dirname(own)  # a task of one module has its name
+        return _shared_prefix(self.param_paths[:split]), own
+
+    def _prefix(self, leaf: int) -> str:
+        return self._prefixes[self.is_own(leaf)]
+
+    def spellings(self, leaf: int, path: str) -> tuple[str, ...]:
+        """What users call a parameter leaf of this path: so, or below what all paths share, or without what a task's begin with."""
+        below = path[len(self._prefix(leaf)) :].lstrip("/")
+        return (path, path.removeprefix(f"{OWN_NAME}/"), below, f"{OWN_NAME}/{below}") if self.is_own(leaf) else (path, below)
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
@@ -262,6 +281,8 @@ class TracedLoss:
         if 2 * sum(bool(path_parts.intersection(re.split(r"[/\[]", name))) for name in reading) > len(reading):
             return tuple(names)
         of_param = [".".join(path[: 2 if path[1:] and path[1].isdigit() else 1]) for path in parts]
+        shared = {name for leaf, name in enumerate(of_param) if not self.is_own(leaf)}
+        of_param = [f"{OWN_NAME}.{name}" if self.is_own(leaf) and name in shared else name for leaf, name in enumerate(of_param)]
         for leaf, (path, row) in enumerate(self.stacks):
             if path != self.param_paths[leaf]:
                 of_param[leaf] += f"[{row}:{row + aval_of(self.params[leaf]).shape[0]}]"
@@ -351,6 +372,13 @@ class TracedLoss:
         return tuple(uses_of[i] for i in self.spine), needs
 
 
+def _shared_prefix(paths: Sequence[str]) -> str:
+    shared = posixpath.commonpath([posixpath.dirname(path) for path in paths] or [""])
+    if any(path[len(shared) :].lstrip("/")[:1].isdigit() for path in paths):  # a list of layers: its name says more than numbers
+        return posixpath.dirname(shared)
+    return shared
+
+
 def _is_inexact(var: Var) -> bool:
     return jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
 
@@ -430,7 +458,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
         return loss, [jnp.array(leaf, copy=True) for leaf in (*aux_leaves, *new)]
 
     given = [leaf for _, leaf in param_leaves], [leaf for _, leaf in state_leaves], batch_leaves, keys
-    graph = _trace(flat, given, axes, words)
+    graph = _trace(flat, given, axes, words, differentiable=differentiable)
     graph, remat = inline_remat(graph)
     graph = place_rows(graph, graph.inputs[: len(param_leaves)])
     stacked = graph.inputs[: len(param_leaves)], graph.inputs[len(param_leaves) :][: 0 if is_loss else len(state_leaves)]
@@ -451,16 +479,19 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
         stacks=stacks,
         is_loss=is_loss,
         axes=axes,
+        num_own=num_own(params),
     )
     if differentiable:
         _check_depends(traced)
     return traced
 
 
-def _trace(flat: Callable[..., Tree], given: tuple[list[Leaf], ...], axes: RankAxes, words: Words) -> Graph:
+def _trace(
+    flat: Callable[..., Tree], given: tuple[list[Leaf], ...], axes: RankAxes, words: Words, *, differentiable: bool
+) -> Graph:
     """The graph of a function; what it raises has a note, and an axis name that JAX does not know is told what to pass."""
     try:
-        return trace(flat, *given, axes=axes)[0]
+        return trace(flat, *given, axes=axes, differentiable=differentiable)[0]
     except Exception as error:
         found = re.search(r"unbound axis name: ([^\s.]+)", str(error)) if isinstance(error, NameError) else None
         if found is not None:
