@@ -528,7 +528,7 @@ class Forward:
         check_alive(where, (init_or_params, args))
         try:
             with agreement(where, self._options.devices) as agree:
-                return given, self._open(given.shapes, given.batch, given.key, agree)
+                return given, self._open(given.shapes(self._options.axes), given.batch, given.key, agree)
         except Exception as error:
             if not given.makes and are_swapped(self._options, given, self._joined):
                 raise swapped(given) from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.checks import check_devices
@@ -324,7 +324,7 @@ def axes_of(place: Place, mesh: Mesh | None, axes: AxisMap) -> RankAxes:
     names = [(name, axis, size) for name, axis, size in names if name in sizes or name != axis]
     if mesh is not None:  # other names stand for all axes of the mesh that divide the same
         names = [(name, axis, size if name in sizes else place.axis_sizes.get(axis, 1)) for name, axis, size in names]
-    whole = None if mesh is None or mesh.explicit_axes or compiles_only(place.devices[0]) else mesh
+    whole = None if mesh is None else Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
     devices = {"devices": place.mesh.abstract_mesh} if isinstance(place, Submesh) else {}
     return RankAxes(**devices, names=tuple(names), whole=whole)
 

@@ -149,7 +149,7 @@ class Devices:
 
     def _open(self, candidate: Candidate) -> "_Steps":
         options = self._options_of(candidate)
-        shapes = InitArguments(self._made, self._batch, self._key if self._makes else None, "jaxpp.tune").shapes
+        shapes = InitArguments(self._made, self._batch, self._key if self._makes else None, "jaxpp.tune").shapes(options.axes)
         variables = variables_of(options, shapes)
         key = Tracing(options).key_for(variables, self._batch, self._key)
         return _Steps(open_engine(options, self._optimizer, variables, self._batch, key), self._batch, key, self._variables)
