@@ -1,7 +1,7 @@
 """The options of a pipeline: what the user asked for, checked before anything is traced."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,18 @@ from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_flags, check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.edges import HOST_MEMORY
-from jaxpp.runtime.place import DevicesWarning, Place, Placement, axes_of, axis_map, devices_warning, num_places, place, submeshes
+from jaxpp.runtime.place import (
+    DevicesWarning,
+    Place,
+    Placement,
+    axes_alone,
+    axes_of,
+    axis_map,
+    devices_warning,
+    num_places,
+    place,
+    submeshes,
+)
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
@@ -124,6 +135,11 @@ class Options:
     def placement(self) -> Placement:
         """Where each stage lives: the ranks get the places in order."""
         return place(self.schedule, self.places)
+
+    def alone(self, number: int) -> "Options":
+        """The options of a pipeline of one of the replicas."""
+        places = tuple(place.alone(number) for place in self.places)
+        return replace(self, places=places, axes=axes_alone(self.axes, places[0]))
 
     @cached_property
     def compile_only(self) -> bool:

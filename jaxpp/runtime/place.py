@@ -91,6 +91,10 @@ class Place(abc.ABC):
         """The devices of one replica, as a place of its own."""
         return self
 
+    def alone(self, number: int) -> "Place":  # noqa: ARG002  (there is one)
+        """The devices of one replica as a place that knows of no others, a device if it is one."""
+        return self
+
     @abc.abstractmethod
     def moved(self, devices: Sequence[Device]) -> "Place | None":
         """The same on the first of other devices; None if these are too few."""
@@ -190,6 +194,11 @@ class Submesh(Place):
     def replica(self, number: int) -> "Submesh":
         """A sub-mesh of one row."""
         return dataclasses.replace(self, mesh=Mesh(self.mesh.devices[number : number + 1], (DATA, MODEL)))
+
+    def alone(self, number: int) -> Place:
+        """A device, or a sub-mesh of one row."""
+        row = dataclasses.replace(self.replica(number), own=frozenset())
+        return row if row.num_shards > 1 else OneDevice(row.devices[0])
 
     def moved(self, devices: Sequence[Device]) -> "Submesh | None":
         """A mesh of the same shape."""
@@ -327,6 +336,13 @@ def axes_of(place: Place, mesh: Mesh | None, axes: AxisMap) -> RankAxes:
     whole = None if mesh is None else Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
     devices = {"devices": place.mesh.abstract_mesh} if isinstance(place, Submesh) else {}
     return RankAxes(**devices, names=tuple(names), whole=whole)
+
+
+def axes_alone(axes: RankAxes, place: Place) -> RankAxes:
+    """The axes of a rank of which the devices of one replica are known: ``place``."""
+    names = tuple((name, axis, 1 if axis == DATA else size) for name, axis, size in axes.names)
+    devices = {"devices": place.mesh.abstract_mesh} if isinstance(place, Submesh) else {}
+    return RankAxes(**devices, names=names, whole=axes.whole)
 
 
 def num_places(devices: Sequence[Device] | None, mesh: object, data_parallel: object, axes: AxisMap) -> int:
