@@ -353,6 +353,22 @@ def num_places(devices: Sequence[Device] | None, mesh: object, data_parallel: ob
     return len(check_devices(devices)) // replicas
 
 
+def mesh_of_ranks(mesh: Mesh, num_ranks: int, axes: AxisMap) -> Mesh:
+    """The part of a mesh that has the first ranks.
+
+    Raises:
+        ArgumentError: ranks lie along several axes, so that no part has some of them.
+    """
+    names = [name for name in axes[PIPE] if mesh.shape.get(name, 1) > 1]
+    if num_ranks == math.prod(mesh.shape[name] for name in names):
+        return mesh
+    if len(names) > 1:
+        rule, got = "fewer ranks are a part of one axis of the mesh", f"ranks along {', '.join(map(repr, names))}"
+        raise ArgumentError(f"mesh, {num_ranks} rank{'s' * (num_ranks != 1)}", rule, got, "pass a mesh with one axis of ranks")
+    part = np.take(mesh.devices, range(num_ranks), mesh.axis_names.index(names[0]))
+    return Mesh(part, mesh.axis_names, axis_types=mesh.axis_types)
+
+
 class DevicesWarning(UserWarning):
     """Nobody named the devices, and ``jax.devices()`` has fewer than there are ranks; or some of them have nothing to do."""
 
