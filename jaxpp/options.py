@@ -1,7 +1,7 @@
 """The options of a pipeline: what the user asked for, checked before anything is traced."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from jaxpp.runtime.place import (
     DevicesWarning,
     Place,
     Placement,
+    axes_alone,
     axes_of,
     axis_map,
     devices_warning,
@@ -138,6 +139,11 @@ class Options:
     def placement(self) -> Placement:
         """Where each stage lives: the ranks get the places in order."""
         return place(self.schedule, self.places)
+
+    def alone(self, number: int) -> "Options":
+        """The options of a pipeline of one of the replicas."""
+        places = tuple(place.alone(number) for place in self.places)
+        return replace(self, places=places, axes=axes_alone(self.axes, places[0]))
 
     @cached_property
     def compile_only(self) -> bool:

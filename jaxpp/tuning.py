@@ -5,13 +5,15 @@ import math
 import numbers
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import NamedTuple
 
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jaxpp.engine.init_arguments import with_inputs
 from jaxpp.engine.tracing import check_key
@@ -21,6 +23,7 @@ from jaxpp.errors.keywords import unknown_keywords
 from jaxpp.errors.tracebacks import entries, entry
 from jaxpp.observe.memory.forecast import parse_bytes, reported_room
 from jaxpp.pipeline import Pipeline
+from jaxpp.runtime.place import AxisMap, axis_map, mesh_of_ranks, num_places, submeshes
 from jaxpp.runtime.processes.channel import rows_of_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.progress import progress
@@ -40,7 +43,6 @@ from jaxpp.types import Arguments, Batch, Device, Key, LossFn, Tree
 __all__ = ["Tuning", "tune"]
 
 _DECIDED = ("num_stages", "schedule", "cuts")
-_ALONE = ("mesh", "data_parallel", "shardings", "bank")
 _REMAT = ("least", "keep", "recompute", "offload")
 _MOST_ROWS = 12  # of a table; of more candidates it shows the best of each schedule
 _MOST_REMARKS = 4  # about what was left out
@@ -59,6 +61,7 @@ class Tuning:
         processes: the process of each rank's device; one process if there are none.
         remark: what should be known of how it was measured; empty if nothing.
         bounds: whether the predictions are bounds, the least times on devices that only compile.
+        width: how many devices each rank of a mesh has; 1 without a mesh.
     """
 
     found: SearchResult
@@ -70,6 +73,7 @@ class Tuning:
     loss_fn: LossFn
     optimizer: optax.GradientTransformation
     bounds: bool = False
+    width: int = 1
 
     def pipeline(self) -> Pipeline:
         """The best pipeline: ``jaxpp.Pipeline(loss_fn, optimizer, **tuning.best)``."""
@@ -83,12 +87,16 @@ class Tuning:
     @property
     def best(self) -> Arguments:
         """The options of the best pipeline: ``jaxpp.Pipeline(loss_fn, optimizer, **tuning.best)``."""
-        return {**self.given, **self.found.best.candidate.options}
+        candidate, mesh = self.found.best.candidate, self.given.get("mesh")
+        if mesh is None:
+            return {**self.given, **candidate.options}
+        part = mesh_of_ranks(mesh, candidate.schedule.num_ranks, axis_map(self.given.get("axes"), mesh))
+        return {**self.given, **candidate.options, "mesh": part}
 
     @cached_property
     def why(self) -> tuple[str, ...]:
         """Why these options: one sentence for each choice."""
-        return reasons(self.found, self.hbm, self.processes, bounds=self.bounds)
+        return reasons(self.found, self.hbm, self.processes, bounds=self.bounds, width=self.width)
 
     @cached_property
     def measured(self) -> tuple[Row, ...]:
@@ -130,13 +138,15 @@ class Tuning:
     def _shown(self) -> list[Row]:
         if len(self.rows) <= _MOST_ROWS:
             return list(self.rows)
-        firsts = {row.candidate.schedule.name: row for row in reversed(self.rows)}
+        firsts = {(row.candidate.schedule.name, row.candidate.replicas): row for row in reversed(self.rows)}
         kept = {self.found.best.candidate, *(row.candidate for row in (*self.measured, *firsts.values()))}
         return [row for row in self.rows if row.candidate in kept]
 
     def _cells(self) -> list[list[str]]:
-        several = len({row.candidate.schedule.num_ranks for row in self.rows}) > 1
-        knobs = [knob for knob in KNOBS if several or knob.name != "ranks"]
+        ranks, replicas = ({knob.value(row.candidate) for row in self.rows} for knob in KNOBS if knob.name in ("ranks", "replicas"))
+        hidden = {"ranks"} if len(ranks) == 1 else set()
+        hidden |= {"replicas"} if replicas == {1} else set()
+        knobs = [knob for knob in KNOBS if knob.name not in hidden]
         table = [
             [
                 "",
@@ -210,6 +220,8 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     key: Key | None = None,
     *,
     devices: Sequence[Device] | None = None,
+    mesh: Mesh | None = None,
+    data_parallel: int | Sequence[int] = 1,
     hbm: float | str | None = None,
     seconds: float | None = None,
     schedules: str | Sequence[str] | None = None,
@@ -234,15 +246,18 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair.
         batch: a whole batch, as a step takes it.
         key: for the loss, if it takes one, and for ``init_fn``; ``jax.random.key(0)`` unless given.
-        devices: what the pipeline may use, one device for each rank. Default: ``jax.devices()``. On devices that only compile
-            (``jaxpp.target``) nothing is run: candidates are compared by the least time that the GPU's numbers allow.
+        devices: what the pipeline may use, one device for each rank and replica. Default: ``jax.devices()``. On devices that only
+            compile (``jaxpp.target``) nothing is run: candidates are compared by the least time that the GPU's numbers allow.
+        mesh: as for ``Pipeline``, in place of devices: each rank is one place along its axis of ranks.
+        data_parallel: the number of replicas of each stage, or several numbers: how the devices are divided into ranks and
+            replicas is then looked at, too. A replica has its part of the batch, and ``num_microbatches`` counts those of each.
         hbm: bytes that each device has: ``"24GiB"``, or a number. Default: what the devices report (CPUs report nothing).
         seconds: a budget for measuring: those that promise most come first, and ``print(tuning)`` tells what was not looked at. The
             best few are run after that, in any case. Default: no budget.
         schedules: a name, or several. Default: all of ``jaxpp.schedule.SCHEDULES``.
         num_microbatches: a number, or several. Default: about half, one, two, four and eight times the ranks, or what near these
             divides the batch; and 1 for ``naive``.
-        num_ranks: a number, or several. Default: all devices.
+        num_ranks: a number, or several. Default: as many as the devices have room for.
         stages_per_rank: a number, or several. Schedules in a V have two stages a rank, and interleaved ones two or more.
         remat: ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``, or several of these. Default: ``"least"``; and, if the
             fastest candidate does not fit into ``hbm``, ``"offload"`` and ``"recompute"`` as well.
@@ -250,7 +265,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
             which share their measurements.
         num_measured: how many candidates are run, by turns in several rounds. With 0, the best by prediction is chosen.
         keep: whether measurements are kept for later calls, in the user's cache folder or in a folder of this name.
-        **options: of ``Pipeline``, for all candidates: ``has_aux``, ``weight``, ``has_state``, ``loss_scale``, ...
+        **options: of ``Pipeline``, for all candidates: ``has_aux``, ``weight``, ``has_state``, ``shardings``, ``axes``, ...
 
     Returns:
         a ``Tuning``: its options (``best``), ``pipeline()``, all candidates (``rows``), the reasons (``why``) and ``figure()``.
@@ -258,7 +273,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     Raises:
         ArgumentError: options that cannot be what they stand for; nothing fits into ``hbm``; too few ``seconds`` to measure.
         ScheduleError: an unknown schedule.
-        BatchError: a batch that cannot be split.
+        BatchError: a batch that cannot be split, or that replicas cannot share evenly.
         JaxppError: for a loss, parameters or optimizer that cannot be run; candidates with too many stages are only left out.
 
     Example:
@@ -281,12 +296,17 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         rule, fix = "keep is True or False, or the name of a folder", "pass keep=True, keep=False or a folder, or leave it out"
         raise ArgumentError("jaxpp.tune(..., keep=...)", rule, shown(keep), fix)
     _check_options(options)
-    places = check_devices(devices)
+    replicas = _counts_of("data_parallel", data_parallel)
+    room = _room_of(devices, mesh, replicas, axis_map(options.get("axes"), mesh))
     limits = _limits_of(hbm, seconds, num_measured)
     counts = _counts_of("num_microbatches", num_microbatches) if num_microbatches is not None else ()
+    shared = _listed(options.get("shared", ()))
+    examples = [check_batch(batch, min(counts, default=1), count * room.replicas, shared) * count for count in replicas]
+    splits = [(count, several) for several in replicas for count in _ranks_of(num_ranks, room.ranks, several)]
     space = Space(
-        num_examples=check_batch(batch, min(counts, default=1), shared=_listed(options.get("shared", ()))),
-        num_ranks=_ranks_of(num_ranks, places),
+        num_examples=examples[0],
+        num_ranks=tuple(count for count, several in splits if several == 1),
+        splits=tuple(split for split in splits if split[1] > 1),
         schedules=tuple(SCHEDULES) if schedules is None else _schedules_of(schedules),
         stages_per_rank=_counts_of("stages_per_rank", stages_per_rank),
         num_microbatches=counts,
@@ -294,29 +314,60 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         balance=_listed(balance),
         in_order=bool(options.get("has_state")),
     )
-    given: Arguments = {**options, **({} if devices is None else {"devices": places})}
-    for value in space.balance:
-        Pipeline(loss_fn, optimizer, num_stages=1, balance=value, **given)  # what cannot be an option is refused before any work
-    limits = _agreed(limits, places)
-    used = places[: max(space.num_ranks)]
+    given: Arguments = {
+        **options,
+        **({} if devices is None else {"devices": room.devices}),
+        **({} if mesh is None else {"mesh": mesh}),
+    }
+    for value in space.balance:  # what cannot be an option is refused before any work
+        Pipeline(loss_fn, optimizer, num_stages=1 if mesh is None else room.ranks[1], balance=value, **given)
+    limits = _agreed(limits, room)
+    places = room.devices if mesh is not None else room.devices[: max(count * several for count, several in splits)]
     init_or_params, _ = with_inputs("jaxpp.tune", init_or_params, batch)
-    paper = compiles_only(used[0])
+    paper = compiles_only(places[0])
     limits = limits._replace(num_measured=0) if paper else limits  # nothing runs there
-    machine = Devices(loss_fn, optimizer, init_or_params, batch, key, devices=used, options=dict(options), keep=keep)
-    _check_params(machine.param_bytes, limits.hbm, len(used))
+    machine = Devices(loss_fn, optimizer, init_or_params, batch, key, devices=places, mesh=mesh, options=dict(options), keep=keep)
+    _check_params(machine.param_bytes, limits.hbm, max(count for count, _ in splits) * room.shards)
     found = search(machine, space, limits, saves=remat is None)
     remark = "; ".join(filter(None, [machine.remark, _BOUND * paper]))
-    return Tuning(found, given, limits.hbm, limits.processes, machine.peaks, remark, loss_fn, optimizer, paper)
+    return Tuning(found, given, limits.hbm, limits.processes, machine.peaks, remark, loss_fn, optimizer, paper, room.width)
 
 
-def _agreed(limits: Limits, devices: Sequence[Device]) -> Limits:
+class _Room(NamedTuple):
+    """What candidates may run on."""
+
+    devices: tuple[Device, ...]
+    firsts: tuple[Device, ...]  # of which each says in which process a rank is: all devices, or the first of each rank of a mesh
+    ranks: Mapping[int, int]  # the most ranks, by the number of replicas of each stage (of ``data_parallel``)
+    replicas: int = 1  # of a rank of a mesh
+    shards: int = 1
+
+    @property
+    def width(self) -> int:
+        """How many devices a rank of a mesh has."""
+        return self.replicas * self.shards
+
+
+def _room_of(devices: Sequence[Device] | None, mesh: Mesh | None, replicas: Sequence[int], axes: AxisMap) -> _Room:
+    ranks = {count: num_places(devices, mesh, count, axes) for count in replicas}
+    if mesh is None:
+        checked = check_devices(devices)
+        for count in replicas:  # devices named twice, or too few
+            submeshes(checked, None, count, 1, axes)
+        return _Room(checked, checked, ranks)
+    places = submeshes(devices, mesh, 1 if tuple(replicas) == (1,) else max(replicas), num_places(None, mesh, 1, axes), axes)
+    firsts = tuple(place.devices[0] for place in places)
+    return _Room(tuple(mesh.devices.flat), firsts, ranks, places[0].num_replicas, places[0].num_shards)
+
+
+def _agreed(limits: Limits, room: _Room) -> Limits:
     """The limits with what the devices report of their memory, and with a clock that all processes agree on."""
-    hbm = reported_room(devices) if limits.hbm is None else limits.hbm
-    if len(processes_of(devices)) == 1:
+    hbm = reported_room(room.devices) if limits.hbm is None else limits.hbm
+    if len(processes_of(room.devices)) == 1:
         return limits._replace(hbm=hbm)
     everywhere = float(rows_of_all(np.array(math.inf if hbm is None else hbm, np.float32)).min())
     hbm = limits.hbm or (int(everywhere) if everywhere < math.inf else None)
-    began, processes = time.perf_counter(), tuple(device.process_index for device in devices)
+    began, processes = time.perf_counter(), tuple(device.process_index for device in room.firsts)
 
     def clock() -> float:  # of the process for which most time has passed
         return float(rows_of_all(np.array(time.perf_counter() - began, np.float32)).max())
@@ -328,14 +379,17 @@ def _check_options(options: Arguments) -> None:
     known = [p.name for f in (tune, Pipeline) for p in inspect.signature(f).parameters.values() if p.kind == p.KEYWORD_ONLY]
     if unknown := {name: value for name, value in options.items() if name not in known}:
         raise unknown_keywords(
-            "jaxpp.tune(...)", unknown, [name for name in dict.fromkeys(known) if name not in (*_DECIDED, *_ALONE)]
+            "jaxpp.tune(...)", unknown, [name for name in dict.fromkeys(known) if name not in (*_DECIDED, "bank")]
         )
     if decided := [f"{name}={shown(options[name])}" for name in _DECIDED if name in options]:
         fix = "leave it out; schedules=, num_ranks=, stages_per_rank= and balance= say what is looked at"
         raise ArgumentError("jaxpp.tune(...)", "tune finds the schedule, the number of stages and the cuts itself", decided, fix)
-    if others := [f"{name}={shown(options[name])}" for name in _ALONE if name in options]:
-        rule, fix = "tune looks at pipelines of one set of parameters with one device a rank", "leave it out, and pass devices"
-        raise ArgumentError("jaxpp.tune(...)", rule, others, fix)
+    if "bank" in options:
+        rule, fix = (
+            "tune looks at pipelines of one set of parameters",
+            "leave it out, and tune a loss of the parameters of one task",
+        )
+        raise ArgumentError("jaxpp.tune(...)", rule, f"bank={shown(options['bank'])}", fix)
 
 
 def _check_params(num_bytes: int, hbm: int | None, num_devices: int) -> None:
@@ -364,12 +418,16 @@ def _counts_of(name: str, value: object) -> tuple[int, ...]:
     return tuple(map(int, counts))
 
 
-def _ranks_of(value: object, devices: Sequence[Device]) -> tuple[int, ...]:
-    counts = (len(devices),) if value is None else _counts_of("num_ranks", value)
-    if most := [f"num_ranks={count} with {len(devices)} devices" for count in counts if count > len(devices)]:
-        rule = "there is a device for each rank"
-        raise ArgumentError("jaxpp.tune(..., num_ranks=...)", rule, most, f"pass {len(devices)} or fewer, or more devices")
-    return counts
+def _ranks_of(value: object, most: Mapping[int, int], replicas: int) -> tuple[int, ...]:
+    """The numbers of ranks that are looked at with so many replicas; ``most`` has how many there are devices for."""
+    counts = (max(1, most[replicas]),) if value is None else _counts_of("num_ranks", value)
+    fewer = tuple(count for count in counts if count <= most[replicas])
+    if len(fewer) < len(counts) and (len(most) == 1 or not fewer):
+        rule = "there is a device for each rank" + " and replica" * (replicas > 1)
+        too_many = [f"num_ranks={count} with devices for {most[replicas]}" for count in counts if count > most[replicas]]
+        fix = f"pass {most[replicas]} or fewer, or more devices"
+        raise ArgumentError("jaxpp.tune(..., num_ranks=...)", rule, too_many, fix)
+    return fewer
 
 
 def _schedules_of(value: object) -> tuple[str, ...]:

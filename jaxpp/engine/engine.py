@@ -27,7 +27,7 @@ from jaxpp.plan.step import Leaves, Step, state_name, total_name
 from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import NanCheck, flags
-from jaxpp.runtime.edges import put, put_at, split_over_replicas, to_homes, unaliased
+from jaxpp.runtime.edges import at_replica, put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.runtime.execute import Observer, execute, limit_of
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.place import Placement
@@ -86,6 +86,24 @@ class Engine:
             self.preparer.for_schedule(options, self.placement) if remat == self.options.remat else self.preparer.for_remat(options)
         )
         return Engine(options, self.optimizer, self.placed, preparer, self.programs, self.opened_at)
+
+    @cached_property
+    def replicas(self) -> tuple["Engine", ...]:
+        """An engine for each replica, which holds the same parameters and knows of no others; itself if there is one."""
+        return (self,) if self.placement.num_replicas == 1 else tuple(map(self._replica, range(self.placement.num_replicas)))
+
+    def _replica(self, number: int) -> "Engine":
+        options = self.options.alone(number)
+        placed = dataclasses.replace(self.placed, base=options.placement, known=dict(self.placed.known) | {"own": frozenset()})
+        preparer = self.preparer.for_replica(options, placed.placement)
+        return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
+
+    def at_replica(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """The parameters of a state that is held by all replicas, as this engine of one of them holds them."""
+        read = self.placed.homes
+        pairs = [(leaves.params, read.params, False), (leaves.own_params, read.own_params, True)]
+        params, own = ([at_replica(leaf, home, led=led) for leaf, home in zip(*pair, strict=True)] for *pair, led in pairs)
+        return Leaves(params, own)
 
     @cached_property
     def alone(self) -> bool:

@@ -19,6 +19,7 @@ from jaxpp.plan.lower import trace_init
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.edges import put
 from jaxpp.runtime.processes.channel import agreement
+from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import check_floating
 from jaxpp.types import Array, Batch, Home, Key, Leaf, Tree
@@ -40,13 +41,12 @@ class InitArguments(NamedTuple):
         """Whether a function makes the parameters."""
         return self.key is not None
 
-    @property
-    def shapes(self) -> Tree:
-        """The parameters, or what the function would make; what it raises has a note."""
+    def shapes(self, axes: RankAxes) -> Tree:
+        """The parameters, or what the function would make, which may name these axes; what it raises has a note."""
         if self.key is None:
             return self.made
         try:
-            return trace_init(self.made, self.key)[1]
+            return trace_init(self.made, self.key, axes)[1]
         except Exception as error:
             if isinstance(error, TypeError) and "required positional argument" in str(error) and not _required(self.made):
                 line = _line(self.made, _guess(self.batch))
@@ -64,7 +64,7 @@ def first_leaves(engine: Engine, given: InitArguments, names: Leaves[Name], home
     if key is None:
         held, homes = jax.tree.leaves(engine.sliced(made)), homes._replace(**unmade)
         return homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
-    graph, _ = trace_init((lambda key: engine.sliced(made(key))) if engine.slicing.any else made, key)
+    graph, _ = trace_init((lambda key: engine.sliced(made(key))) if engine.slicing.any else made, key, engine.options.axes)
     with agreement(given.where, engine.options.devices) as agree:
         agree(lambda: init_texts(graph, key))
     return engine.make_params(graph, key, names._replace(**unmade))

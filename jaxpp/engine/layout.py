@@ -456,6 +456,12 @@ class Preparer:
         other.__dict__.update(self.__dict__, options=options, placement=placement, tracing=Tracing(options, self.layout.frozen))
         return other
 
+    def for_replica(self, options: Options, placement: Placement) -> "Preparer":
+        """The same owners, for one replica, whose devices have no others beside them: nothing is cut yet."""
+        other = self.for_schedule(options, placement)
+        other._cuts, other._known_programs = LRU[CutLoss](4 * options.max_shapes), WeakValueDictionary()
+        return other
+
     def for_remat(self, options: Options) -> "Preparer":
         """The same cuts, with stages that keep what other options say."""
         other = self.for_schedule(options, self.placement)

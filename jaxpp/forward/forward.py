@@ -284,7 +284,8 @@ class Forward:
         """Tokens of a language model for many prompts, as they are made.
 
         ``num_groups`` groups of sequences go round through the stages, so that the stages compute while tokens travel. The carry
-        stays on its stages and changes in place. When a sequence ends, the next prompt takes its place.
+        stays on its stages and changes in place. When a sequence ends, the next prompt takes its place. Replicas have groups of
+        their own, and share the prompts; the tokens of a prompt do not depend on where it is continued.
 
         Args:
             state_or_params: as for ``apply``; it is read until the generation ends, so no step may consume it meanwhile. For a
@@ -301,7 +302,8 @@ class Forward:
                 ``jax.random.fold_in(jax.random.fold_in(key, i), q)``. Default: ``jax.random.key(0)``.
             stop: a token, or several, that end a sequence; a list among them is tokens that end it one after another. They are
                 given too. None or ``()``: nothing ends it.
-            num_groups: how many groups are in flight. Default: as many as there are stages, which keeps equal stages busy.
+            num_groups: how many groups are in flight on each replica. Default: as many as there are stages, which keeps equal
+                stages busy.
             group_size: how many sequences a group has; they are computed together, each with a carry of its own.
             chunk: the most tokens of a prompt that one pass takes. Passes take ``chunk`` tokens, an eighth of it, and so on down to
                 1, so a few programs serve prompts of all lengths. A model that takes one token a call is given one at a time.
@@ -318,12 +320,16 @@ class Forward:
         Raises:
             OutputError: ``fn`` does not return a pair of a like carry and logits; or, when it is reached: its logits are NaN, or
                 the rule of sampling chose a token that has none. That sequence ends, and the others go on with the next call.
-            ArgumentError: counts below 1, a ``max_length`` beyond the carry's room, a rule of sampling or stop tokens that cannot
-                be what they stand for.
+            ArgumentError: counts below 1, replicas with different tasks, a ``max_length`` beyond the carry's room, a rule of
+                sampling or stop tokens that cannot be what they stand for.
             BatchError: when it is reached: a prompt that is no sequence of tokens, or that is too long for the carry.
             JaxppError: as ``apply``.
         """
         where = f"{self._name}.generate"
+        if isinstance(task, list) and len(set(task)) > 1:
+            rule = "a prompt is continued on any replica, so all replicas have the same task"
+            got, fix = f"{len(set(task))} tasks", "generate with one task after another"
+            raise ArgumentError(f"{where}(..., task={task!r})", rule, got, fix)
         with self._lend_or_shapes("generate", state_or_params, task)() as (engine, leaves):
             fn = self._as_called(fn, "generate", with_carry=True)
             refuse_tracers(f"{where}(...)", carry, key)
@@ -529,7 +535,7 @@ class Forward:
         check_alive(where, (init_or_params, args))
         try:
             with agreement(where, self._options.devices) as agree:
-                return given, self._open(given.shapes, given.batch, given.key, agree)
+                return given, self._open(given.shapes(self._options.axes), given.batch, given.key, agree)
         except Exception as error:
             if not given.makes and are_swapped(self._options, given, self._joined):
                 raise swapped(given) from error

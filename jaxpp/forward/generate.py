@@ -72,7 +72,7 @@ class Generation(Iterator[Token]):
 
     def __init__(
         self,
-        ring: Ring | None,
+        rings: Sequence[Ring],
         places: Places,
         *,
         shown: bool,
@@ -82,9 +82,10 @@ class Generation(Iterator[Token]):
     ):
         self.num_passes = 0
         self.observer: Observer | None = None
-        self._ring, self._places, self._again, self._foresee = ring, places, again, foresee
+        self._rings, self._places, self._again, self._foresee = tuple(rings), places, again, foresee
         self._most_passes, self._passes = most_passes, list[RingPass]()
-        self._tokens, self._ended = Generation._run(weakref.proxy(self), ring, places, shown), False  # no cycle holds the carries
+        self._tokens = Generation._run(weakref.proxy(self), self._rings, places, shown)  # no cycle holds the carries
+        self._ended = False
         self._made, self._collected = collections.deque[Token | Exception](), list[Token]()
 
     def __iter__(self) -> "Generation":
@@ -130,7 +131,7 @@ class Generation(Iterator[Token]):
         self._tokens.close()
         self._ended = self._ended or under_way
         self._made.clear()
-        self._ring = self._again = None
+        self._rings, self._again = (), None
 
     def forecast(self, *, hbm: float | str | None = None) -> Forecast:
         """Memory of the generation before it runs, from shapes alone.
@@ -141,8 +142,9 @@ class Generation(Iterator[Token]):
             hbm: as for ``Pipeline.forecast``.
 
         Returns:
-            the forecast: what each stage holds at its device's peak: parameters, what is computed from them alone, carries,
-            messages, tokens, temporaries of the compiled programs, and the optimizer's state, which stays where it is.
+            the forecast: what each stage holds at its device's peak (of several replicas, on the devices of the first): parameters,
+            what is computed from them alone, carries, messages, tokens, temporaries of the compiled programs, and the optimizer's
+            state, which stays where it is.
 
         Raises:
             JaxppError: as ``generate``; and for an ``hbm`` that is no size.
@@ -154,7 +156,8 @@ class Generation(Iterator[Token]):
         """What really ran, when, and why ranks idled: the ring as it runs, under JAX's profiler.
 
         The same prompts are generated from their beginning a few times; no token of this generation is lost. Copies that put a
-        prefilled carry into its group are not among what is timed.
+        prefilled carry into its group are not among what is timed. Of several replicas, which do the same side by side, one is
+        profiled.
 
         Args:
             num_passes: after how many passes through the stages no further one is begun.
@@ -171,10 +174,10 @@ class Generation(Iterator[Token]):
             BatchError: a prompt is none, or too long.
         """
         check_profile(clock, "generation.profile", num_passes=num_passes, num_runs=num_runs)
-        ring, again = self._ring, self._again
-        if ring is None and not self._ended:
+        rings, again = self._rings[:1], self._again
+        if not rings and not self._ended:
             raise _only_shapes("generation.profile()")
-        if ring is None:
+        if not rings:
             rule, fix = "a generation that has ended has let go of what it ran", "make another: pipe.generate(...).profile()"
             raise StateError("generation.profile()", rule, repr(self), fix)
         if again is None:
@@ -182,12 +185,12 @@ class Generation(Iterator[Token]):
             raise ArgumentError("generation.profile()", rule, "prompts in an iterator, which gives each of them once", fix)
 
         def generate(observer: Observer | None) -> list[RingPass]:
-            generation = Generation(ring, again(), shown=False, most_passes=num_passes)
+            generation = Generation(rings, again(), shown=False, most_passes=num_passes)
             generation.observer = observer
             collections.deque(generation, maxlen=0)
             return generation._passes
 
-        return record(_RingRuns(ring, generate), num_runs, clock)
+        return record(_RingRuns(rings[0], generate), num_runs, clock)
 
     def collect(self) -> list[np.ndarray]:
         """The tokens of each prompt, those that were not taken from the iterator yet: int32 arrays, in the order of the prompts.
@@ -203,27 +206,30 @@ class Generation(Iterator[Token]):
         self._collected = []
         return arrays
 
-    def _run(self, ring: Ring | None, places: Places, shown: bool) -> Generator[Token | Exception, None, None]:
-        """Begin the passes of the groups in turn, and read what comes of each when as many were begun as may be ahead of it."""
-        if ring is None:
+    def _run(self, rings: Sequence[Ring], places: Places, shown: bool) -> Generator[Token | Exception, None, None]:
+        """Begin the passes of the groups in turn, and read what comes of each when as many were begun as may be ahead of it.
+
+        Replicas have a ring each; neighbouring groups are of different replicas.
+        """
+        if not rings:
             raise _only_shapes("next(generation)")
-        groups = [Group() for _ in range(ring.num_groups)]
+        groups = [Group() for _ in range(rings[0].num_groups) for _ in rings]
         ahead = collections.deque[list[_Outcome]]()
         bar = progress(desc="generate", unit=" tokens", total=places.most_tokens, after=1.0) if shown else None
         with contextlib.nullcontext() if bar is None else bar:  # a bar without a total has no truth value
             while True:
                 for number, group in enumerate(groups):
-                    ahead.append(self._begin(ring, places, group, number) if self.num_passes < self._most_passes else [])
+                    ahead.append(self._begin(rings, places, group, number) if self.num_passes < self._most_passes else [])
                     for outcome in ahead.popleft() if len(ahead) > AHEAD * len(groups) else ():
                         yield from [outcome] if isinstance(outcome, Exception) else _read(*outcome, places, bar)
                 if not any(ahead):
                     self._ended = True
                     return
 
-    def _begin(self, ring: Ring, places: Places, group: Group, number: int) -> list[_Outcome]:
+    def _begin(self, rings: Sequence[Ring], places: Places, group: Group, number: int) -> list[_Outcome]:
         """Give free places of a group to the next prompts, or begin its next pass: right after a prompt, it would hold up all."""
         outcomes: list[_Outcome] = []
-        entered = False
+        entered, ring = False, rings[number % len(rings)]
         for _ in range(ring.group_size):
             try:
                 admitted = places.admit(number)
@@ -235,6 +241,8 @@ class Generation(Iterator[Token]):
             row, prompt = admitted
             if ring.group_size == 1:
                 group.carry = None  # of the sequence whose place it takes
+            if prompt.again:
+                ring.take_prefix(rings)
             carry, drawn = ring.prefill(prompt, self.observer)
             for k, size in enumerate(prompt.chunks, 1):
                 self._note(number, size, int(k == len(prompt.chunks)), is_prompt=True)
@@ -285,7 +293,7 @@ def generation(
             raise ArgumentError(f"{request.where}(..., max_length={limit})", rule, got, fix)
         limit = most if limit is None else limit
     request = request._replace(max_length=limit)
-    size = {"num_groups": request.num_groups, "group_size": request.group_size}
+    size = {"num_groups": request.num_groups * len(request.engine.replicas), "group_size": request.group_size}
     make = functools.partial(Places, num_tokens=num_tokens, stop=stop, where=request.where, **size)
     places_of = functools.partial(make, prompts, sizes=sizes, vocab=vocab, max_length=limit)
     places = make(iter(prompts)) if leaves is None else places_of()
@@ -294,17 +302,28 @@ def generation(
     key = jax.ShapeDtypeStruct(request.key.shape, request.key.dtype)
     foresee = functools.partial(_forecast, request._replace(carry=shapes, key=key), num_kept)
     if leaves is None:
-        return Generation(None, places, shown=False, foresee=foresee)
+        return Generation((), places, shown=False, foresee=foresee)
     try:
-        ring = Ring(*passes_of(request, Lasting(leaves)), request, num_kept)
+        rings = [_ring(request, leaves, engine, num_kept) for engine in request.engine.replicas]
     except Exception as error:
         lengths = {leaf.shape[0] for leaf in jax.tree.leaves(request.carry) if leaf.shape}
         if len(lengths) == 1 and (length := lengths.pop()) > 1:
             each = f"tokens [1, length]; each array of the carry is {length} long along its first axis"
             error.add_note(f"jaxpp: {request.where} calls fn with {each}: if these are sequences, make the carry for one")
         raise
+    if len(rings) > 1 and rings[0].communicates:
+        rule = "a replica continues its own sequences, whatever the others do"
+        got = 'collectives between replicas, such as jax.lax.pmean(x, "data")'
+        raise ArgumentError(f"{request.where}(..., fn, ...)", rule, got, "pass a function without them, as for one device")
     again = None if isinstance(prompts, Iterator) else places_of
-    return Generation(ring, places, shown=shown, again=again, foresee=foresee)
+    return Generation(rings, places, shown=shown, again=again, foresee=foresee)
+
+
+def _ring(request: Request, leaves: Leaves[Array], engine: Engine, num_kept: int) -> Ring:
+    """The ring of one replica, which ``engine`` is for."""
+    held = leaves if engine is request.engine else engine.at_replica(leaves)
+    request = request._replace(engine=engine)
+    return Ring(*passes_of(request, Lasting(held)), request, num_kept)
 
 
 def check_asked(where: str, engine: Engine, fn: ForwardFn, carry: Tree, counts: Mapping[str, int | None], *, shapes: bool) -> None:
@@ -323,9 +342,6 @@ def check_asked(where: str, engine: Engine, fn: ForwardFn, carry: Tree, counts: 
     if engine.options.has_state and engine.options.is_loss:
         rule = "a generation has one carry, and the pipeline's loss has a model state besides"
         raise ArgumentError(where, rule, "has_state=True", "close over the model state: lambda params, carry, tokens: ...")
-    if engine.placement.num_replicas > 1:
-        rule, got = "the groups of a generation share one replica", f"{engine.placement.num_replicas} replicas"
-        raise ArgumentError(where, rule, got, "make a jaxpp.Forward without data_parallel over the devices of one replica")
     if not engine.alone:
         rule = "one process reads the tokens and decides what runs next"
         raise ArgumentError(where, rule, "devices of several processes", "make a jaxpp.Forward over the devices of one process")
@@ -340,7 +356,9 @@ def one_key(key: Key | None) -> Key:
 
 def _forecast(request: Request, num_kept: int, hbm: float | str | None) -> Forecast:
     """The memory of a generation from shapes alone: what stays is counted once, and one pass at a time comes on top of it."""
-    base, num_groups, group_size = request.engine, request.num_groups, request.group_size
+    several, num_groups, group_size = request.engine, request.num_groups, request.group_size
+    base = several.replicas[0]  # the others hold as much
+    request = request._replace(engine=base)
     room = room_of(base, base.options.hbm if hbm is None else parse_bytes(hbm))
     read = Leaves(base.placed.shapes.params, base.placed.shapes.own_params)
     shapes = read.fill([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in read.flat()])

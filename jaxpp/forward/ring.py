@@ -29,7 +29,7 @@ from jaxpp.plan.lower import forward_actions, lower
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Leaves, Step, state_name
 from jaxpp.runtime.bind import Bound, bind_lines, compile_plan
-from jaxpp.runtime.edges import put
+from jaxpp.runtime.edges import put, to_homes
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.stages.axes import RankAxes
@@ -251,6 +251,18 @@ class Ring:
         self.num_kept = num_kept  # carries beside those of the groups
         self._prefix: list[Array] = []  # of a prompt that comes again: the carry before its last token
         self._tokens_home = alone.engine.placement.places[-1].home(Ref(Role.AUX, shared=True))
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the function has collectives between replicas."""
+        compiled = self.alone.prepare(np.zeros((1, 1), np.int32))
+        return any(cut.loss.graph.communicates for cut in compiled.step.cuts)
+
+    def take_prefix(self, rings: "Sequence[Ring]") -> None:
+        """Keep what another ring has kept of a prompt that comes again."""
+        for ring in rings:
+            if ring is not self and ring._prefix:
+                self._prefix, ring._prefix = to_homes(ring._prefix, self._homes), []
 
     def prefill(self, prompt: Continuation, observer: Observer | None) -> tuple[list[Array], NextToken]:
         """Run a prompt through the stages in chunks, in a carry of its own: the carry, and the first token."""

@@ -229,10 +229,13 @@ def costs_of_plan(
     dispatch: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
     for action, seconds in handed.items():
         dispatch[action.kind, action.stage].append(seconds)
-    kinds = sorted({kind for kind, _ in taken}, key=list(Kind).index)
+    kinds = {kind for kind, _ in taken}
+    kinds |= {Kind.I} if Kind.W in kinds else set()  # of a single stage, whose I does nothing
 
     def table(pools: Mapping[tuple[Kind, int], Sequence[float]]) -> Mapping[Kind, tuple[float, ...]]:
-        return {kind: tuple(usual(pools.get((kind, stage), (0.0,))) for stage in range(num_stages)) for kind in kinds}
+        return {
+            kind: tuple(usual(pools.get((kind, stage), (0.0,))) for stage in range(num_stages)) for kind in Kind if kind in kinds
+        }
 
     after = [0.0] * num_stages
     for number in range(last + 1, len(lines)):

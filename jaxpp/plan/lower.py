@@ -27,7 +27,7 @@ from jaxpp.plan.step import GradientSums, Step, local_name, param_name, scale_na
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded
-from jaxpp.stages.axes import ONE_DEVICE
+from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.graph import Graph, Piece, partition, trace
 from jaxpp.stages.jaxpr import Atom, shapes_of, variables
@@ -557,8 +557,8 @@ def _across(program: Program, num_replicas: int, split: Split) -> Program:
     return replace(program, function=function, avals=avals, spans=True)
 
 
-def trace_init(init: Callable[[Key], Tree], key: Key) -> tuple[Graph, Tree]:
-    """Trace ``init(key)``: its graph, and the tree of parameter shapes."""
+def trace_init(init: Callable[[Key], Tree], key: Key, axes: RankAxes) -> tuple[Graph, Tree]:
+    """Trace ``init(key)``, which may name the axes of a rank: its graph, in which each value is whole, and the tree of shapes."""
     trees: list[Tree] = []
 
     def flat(key: Key) -> list[Array]:
@@ -567,7 +567,7 @@ def trace_init(init: Callable[[Key], Tree], key: Key) -> tuple[Graph, Tree]:
         return [jnp.array(leaf, copy=True) for leaf in leaves]
 
     try:
-        graph, shapes = trace(flat, key, axes=ONE_DEVICE)
+        graph, shapes = trace(flat, key, axes=axes.whole_values)
     except jax.errors.TracerArrayConversionError as error:
         rule = "init is traced by jax.jit, so that each device makes only its own parameters"
         fix = "use jax.numpy and jax.random inside init, or make the parameters first and call pipe.init(params, batch)"

@@ -141,6 +141,22 @@ def _to_home(leaf: Leaf, home: Home) -> Array:
     return jax.device_put(leaf, home)
 
 
+def at_replica(leaf: Array, home: Home, *, led: bool) -> Array:
+    """A leaf of all replicas at the home that it has on one of them, sharing its buffers where that device has what it needs.
+
+    ``led``: each replica has its own, and the leaf has the replicas as its first axis.
+    """
+    sharding = as_sharding(home)
+    shards = {shard.device: shard for shard in leaf.addressable_shards}
+    wanted = sharding.devices_indices_map(leaf.shape[led:])
+    own = {device: shards[device].data for device in wanted}
+    if led:
+        own = {device: data[0] for device, data in own.items()}
+    elif any(shards[device].index != index for device, index in wanted.items()):
+        return to_homes([leaf], [home])[0]
+    return jax.make_array_from_single_device_arrays(leaf.shape[led:], sharding, list(own.values()))
+
+
 def to_host(leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> tuple[Array, ...]:
     """Begin to copy arrays to pinned host memory; device arrays may be donated at once, NumPy arrays must not change until then."""
     homes = [leaf.sharding for leaf in leaves] if homes is None else homes

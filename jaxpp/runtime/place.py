@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.checks import check_devices
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import check_counts, is_count
-from jaxpp.stages.axes import DATA, MODEL, PIPE, RankAxes, axis_names
+from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, PIPE, RankAxes, axis_names
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.targets import compiles_only, device_name, stand_ins
@@ -89,6 +89,10 @@ class Place(abc.ABC):
 
     def replica(self, number: int) -> "Place":  # noqa: ARG002  (there is one)
         """The devices of one replica, as a place of its own."""
+        return self
+
+    def alone(self, number: int) -> "Place":  # noqa: ARG002  (there is one)
+        """The devices of one replica as a place that knows of no others, a device if it is one."""
         return self
 
     @abc.abstractmethod
@@ -198,6 +202,11 @@ class Submesh(Place):
     def replica(self, number: int) -> "Submesh":
         """A sub-mesh of one row."""
         return dataclasses.replace(self, mesh=Mesh(self.mesh.devices[number : number + 1], (DATA, MODEL)))
+
+    def alone(self, number: int) -> Place:
+        """A device, or a sub-mesh of one row."""
+        row = dataclasses.replace(self.replica(number), own=frozenset())
+        return row if row.num_shards > 1 else OneDevice(row.devices[0])
 
     def moved(self, devices: Sequence[Device]) -> "Submesh | None":
         """A mesh of the same shape."""
@@ -352,9 +361,18 @@ def axes_of(place: Place, mesh: Mesh | None, axes: AxisMap) -> RankAxes:
     names = [(name, axis, size) for name, axis, size in names if name in sizes or name != axis]
     if mesh is not None:  # other names stand for all axes of the mesh that divide the same
         names = [(name, axis, size if name in sizes else place.axis_sizes.get(axis, 1)) for name, axis, size in names]
-    whole = None if mesh is None or compiles_only(place.devices[0]) else mesh
-    devices = {"devices": place.mesh.abstract_mesh} if isinstance(place, Submesh) else {}
-    return RankAxes(**devices, names=tuple(names), whole=whole)
+    whole = None if mesh is None else Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+    return RankAxes(_axes_in(place), names=tuple(names), whole=whole)
+
+
+def axes_alone(axes: RankAxes, place: Place) -> RankAxes:
+    """The axes of a rank of which the devices of one replica are known: ``place``."""
+    names = tuple((name, axis, 1 if axis == DATA else size) for name, axis, size in axes.names)
+    return RankAxes(_axes_in(place), names=names, whole=axes.whole)
+
+
+def _axes_in(place: Place) -> AbstractMesh:
+    return place.mesh.abstract_mesh if isinstance(place, Submesh) else ONE_DEVICE.devices
 
 
 def num_places(devices: Sequence[Device] | None, mesh: object, data_parallel: object, axes: AxisMap) -> int:
@@ -363,6 +381,22 @@ def num_places(devices: Sequence[Device] | None, mesh: object, data_parallel: ob
         return math.prod(mesh.shape.get(name, 1) for name in axes[PIPE]) if isinstance(mesh, Mesh) else 1
     replicas = int(data_parallel) if is_count(data_parallel, least=1) else 1  # pyright: ignore[reportArgumentType]
     return len(check_devices(devices)) // replicas
+
+
+def mesh_of_ranks(mesh: Mesh, num_ranks: int, axes: AxisMap) -> Mesh:
+    """The part of a mesh that has the first ranks.
+
+    Raises:
+        ArgumentError: ranks lie along several axes, so that no part has some of them.
+    """
+    names = [name for name in axes[PIPE] if mesh.shape.get(name, 1) > 1]
+    if num_ranks == math.prod(mesh.shape[name] for name in names):
+        return mesh
+    if len(names) > 1:
+        rule, got = "fewer ranks are a part of one axis of the mesh", f"ranks along {', '.join(map(repr, names))}"
+        raise ArgumentError(f"mesh, {num_ranks} rank{'s' * (num_ranks != 1)}", rule, got, "pass a mesh with one axis of ranks")
+    part = np.take(mesh.devices, range(num_ranks), mesh.axis_names.index(names[0]))
+    return Mesh(part, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 class DevicesWarning(UserWarning):

@@ -46,6 +46,7 @@ from jaxpp.stages.jaxpr import (
     shard_map_of,
     traced_inside,
     user_line,
+    variables,
     varying_shapes,
     with_params,
     with_shard_map,
@@ -86,6 +87,11 @@ class RankAxes:
             return given if given is PartitionSpec.UNCONSTRAINED else names[0] if len(names) == 1 else names or None
 
         return PartitionSpec(*map(entry, spec))
+
+    @property
+    def whole_values(self) -> "RankAxes":
+        """The same names where no value is divided, as where parameters are made."""
+        return RankAxes(names=self.names, whole=self.whole)
 
     @cached_property
     def apart(self) -> frozenset[str]:
@@ -325,7 +331,7 @@ class _Mover:
         def resolved(given: Iterable[Atom]) -> list[Leaf]:
             return [self._fresh(atom, scope) if isinstance(atom, Literal) else atoms[atom] for atom in given]
 
-        for eqn in jaxpr.eqns:
+        for eqn in _needed(jaxpr):
             eqns, results = self._lines(eqn.replace(invars=resolved(eqn.invars)), eqn, scope)
             lines += eqns
             atoms.update(zip(eqn.outvars, results, strict=True))
@@ -518,6 +524,16 @@ class _Mover:
     def _bound(self, effects: Iterable[_T]) -> frozenset[_T]:
         """The effects without those that name an axis which programs on a rank do not have."""
         return frozenset(each for each in effects if self._divides(getattr(each, "name", "") or "") or not is_named(each))
+
+
+def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The equations whose results somebody reads, or that have effects: what an ``init`` computes of its inputs nobody reads."""
+    read, kept = set(variables(jaxpr.outvars)), list[JaxprEqn]()
+    for eqn in reversed(jaxpr.eqns):
+        if not all(map(is_named, eqn.effects)) or not read.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            read.update(variables(eqn.invars))
+    return kept[::-1]
 
 
 _VARYING = frozenset({"pvary", "pcast"})  # Kinds that say along which axes a value varies, and do nothing

@@ -37,10 +37,15 @@ _PLACES = tuple(  # points from a mark to its number, the nearest first
 )
 
 
-def reasons(found: SearchResult, hbm: int | None, processes: Sequence[int] = (), *, bounds: bool = False) -> tuple[str, ...]:
-    """The sentences: first how the choice ran, then one for each choice that there was; ``bounds``: predictions are least times."""
-    why = _Reasons(found, hbm, processes, bounds)
-    order = (*_ALWAYS, "balance", "ranks")  # then any other
+def reasons(
+    found: SearchResult, hbm: int | None, processes: Sequence[int] = (), *, bounds: bool = False, width: int = 1
+) -> tuple[str, ...]:
+    """The sentences: first how the choice ran, then one for each choice that there was.
+
+    ``bounds``: predictions are least times; ``width``: how many devices each rank of a mesh has.
+    """
+    why = _Reasons(found, hbm, processes, bounds, width)
+    order = (*_ALWAYS, "balance", "replicas", "ranks")  # then any other
     knobs = sorted(KNOBS, key=lambda knob: order.index(knob.name) if knob.name in order else len(order))
     return (why.ran(), *filter(None, map(why.about, knobs)), *why.one_device())
 
@@ -50,6 +55,7 @@ class _Reasons(NamedTuple):
     hbm: int | None
     processes: Sequence[int]
     bounds: bool = False
+    width: int = 1
 
     def ran(self) -> str:
         best = self.found.best
@@ -121,17 +127,20 @@ class _Reasons(NamedTuple):
 
     def _parts(self, row: Row) -> Parts:
         candidate = row.candidate
-        return parts(candidate.schedule, self.found.costs[candidate.family], candidate.offload, self.processes)
+        return parts(
+            candidate.schedule, self.found.costs[candidate.family], candidate.offload, self.processes[:: candidate.replicas]
+        )
 
     def one_device(self) -> tuple[str, ...]:
         best = self.found.best.candidate
         if any(row.candidate.schedule.num_ranks == 1 for row in self.found.rows):
             return ()
         seconds = alone(best.schedule, self.found.costs[best.family])
-        ratio = seconds / self.found.best.predicted
+        ratio, width = seconds / self.found.best.predicted, best.replicas * self.width
+        one = "One device alone" if width == 1 else f"One rank of {width} devices alone"
         if ratio >= 1:
-            return (f"One device alone would take {_longer(ratio)}, by the same costs.",)
-        faster = f"One device alone would be faster by the same costs ({time_in_words(seconds)} a step)"
+            return (f"{one} would take {_longer(ratio)}, by the same costs.",)
+        faster = f"{one} would be faster by the same costs ({time_in_words(seconds)} a step)"
         return (f"{faster}: pass num_ranks=(1, {best.schedule.num_ranks}) to have it looked at.",)
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jaxpp.engine.compared import opening_texts
 from jaxpp.engine.engine import Engine, open_engine
@@ -40,6 +41,7 @@ from jaxpp.options import Options
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.measure import copy_times
+from jaxpp.runtime.place import axis_map, mesh_of_ranks, num_places
 from jaxpp.runtime.processes.channel import align_clocks, rows_of_all, texts_of_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
@@ -76,12 +78,14 @@ class Devices:
         key: Key | None = None,
         *,
         devices: Sequence[Device] | None = None,
+        mesh: Mesh | None = None,
         options: Mapping[str, Any] | None = None,
         keep: bool | str | os.PathLike[str] = True,
     ):
         self._loss_fn, self._optimizer, self._made, self._batch = loss_fn, optimizer, init_or_params, batch
         self._key = jax.random.key(0) if key is None else key
         self._devices, self._options = tuple(jax.devices() if devices is None else devices), dict(options or {})
+        self._mesh, self._axes = mesh, axis_map(self._options.get("axes"), mesh)
         leaves = jax.tree.leaves(init_or_params)
         self._makes = callable(init_or_params) and len(leaves) == 1 and leaves[0] is init_or_params  # and no callable parameters
         whole = self._open(Candidate(make("naive", 1, 1), "keep"))
@@ -91,6 +95,7 @@ class Devices:
             **opening_texts(engine.options, engine.placed, whole.cut, batch, whole.key),
             "key": "none" if whole.key is None else describe(whole.key),
             "devices": "\n".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())),
+            "mesh": "none" if mesh is None else str(dict(mesh.shape)),
             "cores": str(os.cpu_count()),
         }
         name = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:32]
@@ -145,11 +150,17 @@ class Devices:
 
     def _options_of(self, candidate: Candidate) -> Options:
         given = {**candidate.options, "schedule": candidate.schedule, **self._options}
-        return Options.of(self._loss_fn, devices=self._devices, **given)
+        if self._mesh is None:
+            return Options.of(self._loss_fn, devices=self._devices, **given)
+        return Options.of(self._loss_fn, mesh=mesh_of_ranks(self._mesh, candidate.schedule.num_ranks, self._axes), **given)
+
+    def _num_ranks(self, family: Family) -> int:
+        """As many as there can be."""
+        return num_places(self._devices, self._mesh, family.replicas, self._axes)
 
     def _open(self, candidate: Candidate) -> "_Steps":
         options = self._options_of(candidate)
-        shapes = InitArguments(self._made, self._batch, self._key if self._makes else None, "jaxpp.tune").shapes
+        shapes = InitArguments(self._made, self._batch, self._key if self._makes else None, "jaxpp.tune").shapes(options.axes)
         variables = variables_of(options, shapes)
         key = Tracing(options).key_for(variables, self._batch, self._key)
         return _Steps(open_engine(options, self._optimizer, variables, self._batch, key), self._batch, key, self._variables)
@@ -167,8 +178,8 @@ class Devices:
 
     def _family(self, family: Family) -> tuple["_Steps", Needs]:
         if family not in self._families:
-            schedule = plain_schedule(family, len(self._devices))
-            steps = self._open(Candidate(schedule, family.remat, family.balance))
+            schedule = plain_schedule(family, self._num_ranks(family))
+            steps = self._open(Candidate(schedule, family.remat, family.balance, family.replicas))
             self._families[family] = steps, program_needs(steps.engine, self._batch, steps.key)
         return self._families[family]
 
@@ -177,7 +188,8 @@ class Devices:
         return _Steps(steps.engine.with_schedule(options.schedule, options.offload), self._batch, steps.key, self._variables)
 
     def _peaks_of(self, steps: "_Steps", family: Family) -> tuple[int, ...]:
-        liveness = liveness_of_all(steps.engine, self._batch, steps.key, known=self._family(family)[1])
+        shards = steps.engine.placement.num_shards > 1  # how residuals are sharded only the candidate's own programs say
+        liveness = liveness_of_all(steps.engine, self._batch, steps.key, known=None if shards else self._family(family)[1])
         return tuple(liveness.most(place.shown) for place in steps.engine.placement.by_rank)
 
     def _measured(self, family: Family) -> StepCosts:
@@ -229,7 +241,7 @@ class Devices:
         room = min((each for each in rooms if each is not None), default=None)
         usual = steps.engine.options.schedule
         for schedule in (usual, one_at_a_time(usual)):
-            candidate = Candidate(schedule, family.remat, family.balance)
+            candidate = Candidate(schedule, family.remat, family.balance, family.replicas)
             tried = steps if schedule is usual else self._steps(candidate)
             peak = max(self._peaks_of(tried, family))
             if room is None or peak <= room:

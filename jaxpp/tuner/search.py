@@ -38,16 +38,17 @@ class Family(NamedTuple):
     """What candidates with the same stage programs have in common."""
 
     num_stages: int
-    num_microbatches: int  # of a batch; with the batch it says the size of a microbatch
+    num_microbatches: int  # of a batch, or of a replica's part of it; with the batch it says the size of a microbatch
     remat: str  # ``"least"``, ``"keep"`` or ``"recompute"``, the same for all stages
     balance: str  # by what the loss is cut
     splits: bool  # whether backwards are split into I and W
+    replicas: int = 1  # of each stage; the number of microbatches is that of each of them
 
     @property
     def words(self) -> str:
         """For people."""
-        recompute = ", recomputed" * (self.remat == "recompute")
-        return f"{_counted(self.num_stages, 'stage')}, {_counted(self.num_microbatches, 'microbatch', 'es')}{recompute}"
+        more = f", {_counted(self.replicas, 'replica')}" * (self.replicas > 1) + ", recomputed" * (self.remat == "recompute")
+        return f"{_counted(self.num_stages, 'stage')}, {_counted(self.num_microbatches, 'microbatch', 'es')}{more}"
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,14 @@ class Candidate:
     schedule: Schedule  # made for its ranks, stages and microbatches, under a name that ``Pipeline`` takes
     remat: str = "least"  # ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``, the same for all stages
     balance: str = "flops"  # by what the loss is cut
+    replicas: int = 1  # of each stage, a device each: ``data_parallel``
 
     @cached_property
     def family(self) -> Family:
         """The family whose programs it runs; offloading keeps what ``"least"`` keeps."""
         kept, schedule = "least" if self.remat == "offload" else self.remat, self.schedule
         splits = any(action.kind == Kind.W for row in schedule.rows for action in row)
-        return Family(schedule.num_stages, schedule.num_microbatches, kept, self.balance, splits)
+        return Family(schedule.num_stages, schedule.num_microbatches, kept, self.balance, splits, self.replicas)
 
     @property
     def offload(self) -> tuple[int | None, ...]:
@@ -78,7 +80,7 @@ class Candidate:
     @property
     def words(self) -> str:
         """For people."""
-        schedule, *others = (knob.phrase(knob.value(self)) for knob in KNOBS)
+        schedule, *others = (knob.phrase(knob.value(self)) for knob in KNOBS if knob.name != "replicas" or self.replicas > 1)
         return f"{schedule} with {', '.join(others)}"
 
     @property
@@ -87,6 +89,7 @@ class Candidate:
         schedule = self.schedule
         named = schedule.name in SCHEDULES and SCHEDULES[schedule.name].stages_per_rank == self.stages_per_rank
         sizes: Arguments = {"num_stages": schedule.num_stages, "num_microbatches": schedule.num_microbatches}
+        sizes |= {"data_parallel": self.replicas} if self.replicas > 1 else {}
         return {**sizes, "schedule": schedule.name if named else schedule, "remat": self.remat, "balance": self.balance}
 
 
@@ -103,7 +106,8 @@ class Knob(NamedTuple):
 _OTHERS = ("schedule", "microbatches", "stages a rank", "balance", "remat")
 KNOBS = (
     Knob("schedule", lambda c: c.schedule.name, str),
-    Knob("ranks", lambda c: c.schedule.num_ranks, lambda n: _counted(n, "rank"), turns=_OTHERS),
+    Knob("ranks", lambda c: c.schedule.num_ranks, lambda n: _counted(n, "rank"), turns=(*_OTHERS, "replicas")),
+    Knob("replicas", lambda c: c.replicas, lambda n: _counted(n, "replica"), turns=(*_OTHERS, "ranks")),
     Knob("microbatches", lambda c: c.schedule.num_microbatches, lambda n: _counted(n, "microbatch", "es")),
     Knob("stages a rank", lambda c: c.stages_per_rank, lambda n: f"{_counted(n, 'stage')} a rank", turns=("schedule",)),
     Knob("balance", lambda c: c.balance, "balance={!r}".format, repr),
@@ -120,13 +124,14 @@ class Space:
     """What is looked at: every combination of these is a candidate, if there is such a schedule."""
 
     num_examples: int  # of the batch: each microbatch has at least one of them
-    num_ranks: tuple[int, ...]
+    num_ranks: tuple[int, ...]  # of candidates with one replica
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     stages_per_rank: tuple[int, ...] = (1, 2)
     num_microbatches: tuple[int, ...] = ()  # numbers of microbatches; the usual ones if none are given, and 1 for ``naive``
     remat: tuple[str, ...] = ("least",)  # what stages keep: ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``
     balance: tuple[str, ...] = ("flops",)  # by what the loss is cut
     in_order: bool = False  # whether each stage must run its forwards in order, because the loss has a model state
+    splits: tuple[tuple[int, int], ...] = ()  # the numbers of ranks and of replicas of candidates with several
 
 
 def usual_microbatches(num_examples: int, num_ranks: int) -> tuple[int, ...]:
@@ -153,26 +158,28 @@ def usual_microbatches(num_examples: int, num_ranks: int) -> tuple[int, ...]:
 def candidates(space: Space) -> tuple[Candidate, ...]:
     """All candidates, each once; residuals that would never leave their device make no candidate of their own."""
     every: dict[Candidate, None] = {}
-    for schedule in _schedules(space):
+    for schedule, replicas in _schedules(space):
         for balance in space.balance:
             for remat in space.remat:
-                candidate = Candidate(schedule, remat, balance)
+                candidate = Candidate(schedule, remat, balance, replicas)
                 if remat != "offload" or offloads(schedule.rows, candidate.offload):
                     every.setdefault(candidate)
     return tuple(every)
 
 
-def _schedules(space: Space) -> Iterator[Schedule]:
-    for ranks in space.num_ranks:
-        usual = usual_microbatches(space.num_examples, ranks)
+def _schedules(space: Space) -> Iterator[tuple[Schedule, int]]:
+    """The schedules, each with its number of replicas."""
+    for ranks, replicas in (*((ranks, 1) for ranks in space.num_ranks), *space.splits):
+        num_examples = space.num_examples // replicas
+        usual = usual_microbatches(num_examples, ranks)
         for name in space.schedules:
             recipe = SCHEDULES[name]
             for v in (v for v in space.stages_per_rank if v == recipe.stages_per_rank or (recipe.varies and v > 1)):
                 for count in space.num_microbatches or ((1,) if name == "naive" else usual):
                     with contextlib.suppress(ScheduleError):  # there is none of these sizes
                         schedule = make(name, ranks, count, v)
-                        if count <= space.num_examples and not (space.in_order and _is_mixed(schedule)):
-                            yield schedule
+                        if count <= num_examples and not (space.in_order and _is_mixed(schedule)):
+                            yield schedule, replicas
 
 
 def _is_mixed(schedule: Schedule) -> bool:
@@ -204,7 +211,7 @@ class Limits(NamedTuple):
     hbm: int | None = None  # bytes that each device has; None if that is not known
     seconds: float | None = None  # how long families are measured; None to measure all
     num_measured: int = 3  # how many candidates are run; the best of them is chosen. With 0, the best by prediction is.
-    processes: tuple[int, ...] = ()  # the process of each rank's device; one process unless given
+    processes: tuple[int, ...] = ()  # the process of each device, or on a mesh of each rank; one process unless given
     clock: Callable[[], float] = time.perf_counter  # seconds since some moment; in several processes, the same in all
 
 
@@ -269,7 +276,7 @@ class _Search:
 
     def _seconds(self, candidate: Candidate, costs: StepCosts | None = None) -> float:
         costs = costs or self.costs[candidate.family]
-        return step_seconds(candidate.schedule, costs, candidate.offload, self.limits.processes)
+        return step_seconds(candidate.schedule, costs, candidate.offload, self.limits.processes[:: candidate.replicas])
 
     def add(self, more: Sequence[Candidate]) -> None:
         if not self.candidates and not more:
@@ -384,7 +391,8 @@ def estimate(family: Family, other: Family, costs: StepCosts, num_ranks: int) ->
 
     Computing and sending grow with a stage and a microbatch, handing over does not; recomputing costs one more forward.
     """
-    part, size = other.num_stages / family.num_stages, other.num_microbatches / family.num_microbatches
+    part = other.num_stages / family.num_stages
+    size = other.num_microbatches * other.replicas / (family.num_microbatches * family.replicas)
     count = family.num_stages
 
     def every(values: Sequence[float], scale: float, number: int = count) -> tuple[float, ...]:

@@ -164,6 +164,41 @@ def test_a_stage_that_maps_over_the_devices_of_a_rank_is_not_run_by_hand():
     assert "a loss with a jax.shard_map over the devices of a rank" in str(error.value)
 
 
+@pytest.mark.filterwarnings("ignore::jaxpp.DevicesWarning")
+def test_a_mesh_of_jax_s_default_axis_types_and_an_init_with_constraints_and_maps():
+    # jax.make_mesh makes explicit axes from JAX 0.10 on: a bare spec, or a map without a mesh, failed in JAX's words.
+    def between(x):
+        x = constrained(P(None, "model"))(x)
+        return jax.shard_map(lambda x: x + 0 * jax.lax.psum(x, "model"), in_specs=P(None, "model"), out_specs=P(None, "model"))(x)
+
+    def init(key):
+        made = {f"l{k}": jax.random.normal(each, (8, 8)) / 3 for k, each in enumerate(jax.random.split(key, 4))}
+        jnp.tanh(between(BATCH @ made["l0"]))  # as a model's init runs the model
+        return made | {"l1": constrained(P(None, "model"))(made["l1"])}
+
+    pipe = jaxpp.Pipeline(
+        chain(between), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=jax.make_mesh((2, 1, 2), ("pipe", "data", "model"))
+    )
+    state = pipe.init(init, jax.random.key(0), BATCH)
+    for name, leaf in params().items():
+        np.testing.assert_allclose(state.params[name], leaf, rtol=1e-6)
+    pipe.verify(state, BATCH)
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.DevicesWarning")
+def test_a_map_that_mixes_examples_is_told_and_one_that_does_not_is_not():
+    def centred(axis):
+        return lambda x: x - jax.lax.pmean(x.mean(axis), "model") if axis == 0 else x - jax.lax.pmean(x.mean(1), "model")[:, None]
+
+    options = {"num_stages": 2, "num_microbatches": 2, "mesh": mesh_of(2, 1, 2)}
+    jaxpp.Pipeline(chain(mapped(centred(1), axis_names={"model"})), optax.sgd(0.1), **options).init(params(), BATCH)
+    for axis, spec, message in ((0, P("model"), "does with the examples"), (0, COLUMNS, "goes into the row of each")):
+        with pytest.warns(jaxpp.MicrobatchWarning, match=message):
+            jaxpp.Pipeline(chain(mapped(centred(axis), spec, axis_names={"model"})), optax.sgd(0.1), **options).init(
+                params(), BATCH
+            )
+
+
 WITHOUT_MESH = {
     "a mesh is set": (doubled, lambda: jax.set_mesh(OWN), {}),
     "a constraint on devices of one's own": (constrained(NamedSharding(OWN, P("x"))), nullcontext, {}),

@@ -168,7 +168,7 @@ def pairs():
         yield pytest.param(NAMES[i], SHARDS[j], mesh, schedule, marks=mark, id=f"{NAMES[i]}, {SHARDS[j]}, {mesh}, {schedule}")
 
 
-@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of losses that mix examples, and of models smaller than their stages
 @pytest.mark.parametrize(("name", "shard", "mesh", "schedule"), list(pairs()))
 def test_other_options_mean_the_same(x64, name, shard, mesh, schedule):
     options, params, batch, key = features()[name]

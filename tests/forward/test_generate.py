@@ -306,14 +306,64 @@ def test_several_stages_on_a_device(options):
         check(pipe.generate(state, DECODER.fn, DECODER.carry, SHORT, FEW, group_size=group_size), wanted_of(state.params))
 
 
+RULES = {"qkv": P(None, "model"), "out": P("model", None), "mlp": P(None, "model")}
+SHARDINGS = jax.tree_util.tree_map_with_path(lambda path, _: RULES.get(getattr(path[-1], "key", None), P()), DECODER.params)
+
+
 @pytest.mark.long
 def test_stages_on_a_mesh_with_tensor_parallelism():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("pipe", "model"))
-    rules = {"qkv": P(None, "model"), "out": P("model", None), "mlp": P(None, "model")}
-    shardings = jax.tree_util.tree_map_with_path(lambda path, _: rules.get(getattr(path[-1], "key", None), P()), DECODER.params)
-    pipe, state = trained(2, mesh=mesh, shardings=shardings)
+    pipe, state = trained(2, mesh=mesh, shardings=SHARDINGS)
     assert len(state.params["layers"][0]["qkv"].devices()) == 2
     check(pipe.generate(state, DECODER.fn, DECODER.carry, SHORT, FEW, group_size=2, chunk=8), wanted_of(state.params))
+
+
+REPLICAS = {
+    "two": {"data_parallel": 2},
+    "three": {"data_parallel": 3, "devices": jax.devices()[:6]},
+    "with shards": {"mesh": Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("pipe", "data", "model")), "shardings": SHARDINGS},
+}
+SIX = np.concatenate([BATCH, BATCH[:4]])  # which three replicas share
+
+
+ON_REPLICAS = [
+    pytest.param(name, size, marks=pytest.mark.long) for name in REPLICAS for size in (1, 2) if (name, size) != ("two", 1)
+]
+
+
+@pytest.mark.parametrize(("name", "group_size"), [("two", 1), *ON_REPLICAS])
+def test_replicas_share_the_prompts_and_make_the_tokens_of_one(name, group_size):
+    pipe = jaxpp.Pipeline(next_token_loss, optax.adam(1e-2), num_stages=2, num_microbatches=2, **REPLICAS[name])
+    state, _ = pipe.step(pipe.init(DECODER.params, SIX), SIX)
+    decoder, options = DECODER._replace(params=jaxpp.gather(state.params)), {"sample": SAMPLES["top-k"], "key": KEY}
+    ran, held = set(), live()
+
+    def see(instruction, slots):
+        ran.update(device for slot in instruction.outputs for device in slots[slot].devices())
+
+    for prompts in (PROMPTS, [SHORT[1]] * 5 + [SHORT[2]]):  # equal prompts are run once
+        given = {**options, "group_size": group_size, "chunk": CHUNK}
+        generation = pipe.generate(state, DECODER.fn, DECODER.carry, prompts, NUM_TOKENS, **given)
+        generation.observer = see
+        check(generation, loop(decoder, prompts, NUM_TOKENS, **options))
+        assert ran == set(pipe.engine.options.devices)
+        ran.clear()
+    del generation
+    assert live() == held, "parameters are not copied for a replica"
+
+
+@pytest.mark.long
+def test_a_generation_over_replicas_is_forecast_and_profiled_and_names_a_step_that_consumes_its_state():
+    pipe, state = trained(2, data_parallel=2)
+    generation = pipe.generate(state, DECODER.fn, DECODER.carry, SHORT, FEW)
+    alone, params = trained(2)
+    expected = alone.generate(params, DECODER.fn, DECODER.carry, SHORT, FEW).forecast()
+    assert list(generation.forecast().peaks.values()) == list(expected.peaks.values())
+    assert generation.profile(num_passes=6, num_runs=1).bubble_fraction >= 0
+    next(generation)
+    pipe.step(state, BATCH)
+    with pytest.raises(StateError, match="consumed by a step while the generation was open"):
+        list(generation)
 
 
 def with_task(params, task_params):
@@ -340,6 +390,12 @@ def test_with_the_parameters_of_a_task():
         found.append(wanted)
         check(pipe.generate(state, task_fn, DECODER.carry, SHORT, FEW, task=name), wanted)
     assert found[0] != found[1]
+    pipe = jaxpp.Pipeline(loss, optax.adam(1e-2), num_stages=2, num_microbatches=2, bank=bank, data_parallel=2)
+    state = pipe.init(jaxpp.gather(state.params), BATCH)
+    for name, wanted in zip(tasks, found, strict=True):
+        check(pipe.generate(state, task_fn, DECODER.carry, SHORT, FEW, task=name), wanted)
+    with pytest.raises(ArgumentError, match="a prompt is continued on any replica, so all replicas have the same task"):
+        pipe.generate(state, task_fn, DECODER.carry, SHORT, FEW, task=list(tasks))
 
 
 # What is refused, and how a generation ends.
@@ -532,8 +588,13 @@ def test_pipelines_that_do_not_generate():
         pipe.generate(state, *given)
     pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=1, num_microbatches=1, data_parallel=2)
     state = pipe.init(SMALL.params, batch)
-    with pytest.raises(ArgumentError, match=r"pipe.generate: .*\n  Got: 2 replicas\.\n  Fix: make a jaxpp.Forward without"):
-        pipe.generate(state, *given)
+
+    def together(params, carry, tokens):
+        carry, logits = SMALL.fn(params, carry, tokens)
+        return carry, jax.lax.pmean(logits, "data")
+
+    with pytest.raises(ArgumentError, match="a replica continues its own sequences, whatever the others do"):
+        pipe.generate(state, together, *given[1:])
 
 
 @pytest.mark.parametrize("kind", ["raw", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("numpy", "rbg"))])

@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 
 import jaxpp
 from jaxpp.errors import ArgumentError, BatchError, InitError, OptimizerError, ScheduleError
@@ -93,7 +95,7 @@ WRONG = [
         {"num_ranks": (2, 6)},
         [
             "jaxpp.tune(..., num_ranks=...): there is a device for each rank.",
-            "  Got: num_ranks=6 with 4 devices.",
+            "  Got: num_ranks=6 with devices for 4.",
             "  Fix: pass 4 or fewer, or more devices.",
         ],
     ),
@@ -140,11 +142,20 @@ WRONG = [
         ],
     ),
     (
-        {"data_parallel": 2},
+        {"data_parallel": (2, 3), "num_ranks": (2, 3)},
         [
-            "jaxpp.tune(...): tune looks at pipelines of one set of parameters with one device a rank.",
-            "  Got: data_parallel=2.",
-            "  Fix: leave it out, and pass devices.",
+            "jaxpp.tune(..., num_ranks=...): there is a device for each rank and replica.",
+            "  Got: num_ranks=2 with devices for 1",
+            "       num_ranks=3 with devices for 1.",
+            "  Fix: pass 1 or fewer, or more devices.",
+        ],
+    ),
+    (
+        {"bank": "bank"},
+        [
+            "jaxpp.tune(...): tune looks at pipelines of one set of parameters.",
+            "  Got: bank='bank'.",
+            "  Fix: leave it out, and tune a loss of the parameters of one task.",
         ],
     ),
 ]
@@ -206,7 +217,7 @@ def test_the_machine_is_made_of_what_the_user_gave(machine):
     key = jax.random.key(3)
     tuning = tune(key=key, has_aux=False, num_ranks=(2, 4), schedules="gpipe", num_microbatches=4, keep=False)
     assert machine.args == (loss_fn, OPTIMIZER, init, BATCH, key)
-    assert machine.kwargs == {"devices": tuple(jax.devices()[:4]), "options": {"has_aux": False}, "keep": False}
+    assert machine.kwargs == {"devices": tuple(jax.devices()[:4]), "mesh": None, "options": {"has_aux": False}, "keep": False}
     assert {(row.candidate.schedule.name, row.candidate.schedule.num_ranks) for row in tuning.rows} == {("gpipe", 2), ("gpipe", 4)}
     assert isinstance(tuning, jaxpp.Tuning)
 
@@ -218,6 +229,60 @@ def test_by_default_all_devices_and_schedules_are_looked_at_and_remat_only_if_me
     assert {row.candidate.remat for row in tuning.rows} == {"least"}
     assert {row.candidate.remat for row in tune(hbm="42MiB").rows} == {"least", "offload", "recompute"}
     assert {row.candidate.remat for row in tune(hbm="100MiB", remat="recompute").rows} == {"recompute"}
+
+
+@pytest.mark.usefixtures("machine")
+def test_devices_are_divided_into_ranks_and_replicas():
+    given = {"schedules": ("gpipe", "1f1b"), "stages_per_rank": 1}
+    tuning = tune(**given, data_parallel=(1, 2, 4))
+    assert {(row.candidate.schedule.num_ranks, row.candidate.replicas) for row in tuning.rows} == {(4, 1), (2, 2), (1, 4)}
+    assert {row.candidate.schedule.num_microbatches for row in tuning.rows if row.candidate.replicas == 4} == {1, 2, 3, 6}
+    wide = next(row.candidate for row in tuning.rows if row.candidate.replicas == 2)
+    assert wide.options["data_parallel"] == 2 and wide.words.split(", ")[1] == "2 replicas"
+    assert "replicas" in str(tuning).split() and any(why.startswith("Replicas: ") for why in tuning.why)
+    assert "replicas" not in str(tune(**given)).split()
+    alone = tune(**given, data_parallel=2)
+    assert alone.best["data_parallel"] == 2 and {row.candidate.schedule.num_ranks for row in alone.rows} == {2}
+    both = tune(**given, data_parallel=(1, 2), num_ranks=(2, 3))
+    assert {(row.candidate.schedule.num_ranks, row.candidate.replicas) for row in both.rows} == {(2, 1), (3, 1), (2, 2)}
+    with pytest.raises(BatchError, match="25 examples for 2 replicas"):
+        jaxpp.tune(loss_fn, OPTIMIZER, init, jnp.ones((25, 8)), data_parallel=(1, 2))
+
+
+def test_a_mesh_says_the_ranks_replicas_and_shards(machine):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("stage", "tensor"))
+    given = {"devices": None, "mesh": mesh, "schedules": "1f1b", "stages_per_rank": 1}
+    tuning = tune(**given, num_ranks=(2, 4), shardings={"w*": "column"})
+    assert machine.kwargs["mesh"] is mesh and machine.kwargs["options"] == {"shardings": {"w*": "column"}}
+    assert {row.candidate.schedule.num_ranks for row in tuning.rows} == {2, 4}
+    assert tuning.best["mesh"].shape["stage"] == tuning.best["num_stages"] and tuning.best["shardings"] == {"w*": "column"}
+    few = tune(**given, num_ranks=2).best
+    assert few["num_stages"] == 2 and few["mesh"].shape == {"stage": 2, "tensor": 2}
+    with pytest.raises(ArgumentError, match="the mesh says which devices there are, and how many replicas"):
+        tune(**given, data_parallel=2)
+    with pytest.raises(ArgumentError, match="num_ranks=5 with devices for 4"):
+        tune(**given, num_ranks=5)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::jaxpp.DevicesWarning")
+@pytest.mark.parametrize(
+    "options", [{"data_parallel": (1, 2)}, {"mesh": (2, 2, 2), "shardings": {"w[0246]": "column", "w[1357]": "row"}}]
+)
+def test_replicas_and_meshes_are_measured_and_run(options):
+    given = {"devices": jax.devices()[:4]}
+    if "mesh" in options:
+        mesh = Mesh(np.array(jax.devices()).reshape(options["mesh"]), ("pipe", "data", "model"))
+        options, given = options | {"mesh": mesh}, {}
+    tuning = jaxpp.tune(
+        loss_fn, OPTIMIZER, init, BATCH, **given, **options, schedules="1f1b", num_microbatches=2, stages_per_rank=1, keep=False
+    )
+    assert len(tuning.measured) == len(tuning.rows) == (2 if given else 1)
+    pipe = tuning.pipeline()
+    state = pipe.init(init, jax.random.key(0), BATCH)
+    pipe.verify(state, BATCH)
+    peaks = tuple(pipe.forecast(jax.eval_shape(init, jax.random.key(0)), BATCH).peaks.values())
+    assert tuning.found.best.peaks == peaks
 
 
 @pytest.mark.long

@@ -29,8 +29,10 @@ from jaxpp.stages.jaxpr import (
     called,
     columns_of,
     kind_of,
+    named_axes,
     number_in,
     scan_of,
+    shard_map_of,
     user_line,
 )
 from jaxpp.stages.loss.traced_loss import TracedLoss
@@ -113,6 +115,9 @@ _MATRIX = frozenset(
 _WINDOWS = frozenset(
     "reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add".split()
 )
+_BETWEEN_SHARDS = frozenset(
+    "psum psum_invariant ppermute pvary pcast all_gather all_gather_invariant all_to_all reduce_scatter".split()
+)
 _GUARD = 1e-3  # a number so small that added to a count it only keeps it away from 0
 
 
@@ -191,6 +196,7 @@ class _Follower:
         self._made: dict[Var, tuple[JaxprEqn, JaxprEqn]] = {}
         self._name = ""
         self._eqn: JaxprEqn | None = None
+        self._shards = frozenset[str]()  # axes over which a shard_map around it divides anything but the examples
 
     def constants(self, found: Mapping[Var, tuple[Any, Any]]) -> None:
         """Take the values of arrays that the function closed over."""
@@ -401,6 +407,10 @@ class _Follower:
             return values
         if kind == "scan":
             return self._scan(eqn, other, operands, outs)
+        if kind == "shard_map":
+            return self._map(eqn, other, operands, outs)
+        if kind in _BETWEEN_SHARDS and self._shards.issuperset(named_axes(eqn)):
+            return self._between_shards(eqn, operands)
         if kind == "while":
             return self._while(eqn, other, values)
         if kind == "cond":
@@ -722,15 +732,43 @@ class _Follower:
 
     # ------------------------------------------------------------------------------------------------------- loops and branches
 
-    def _body(self, bodies: tuple[ClosedJaxpr, ClosedJaxpr], values: Sequence[Value]) -> list[Value]:
-        """What a function that is called returns."""
+    def _body(
+        self, bodies: tuple[ClosedJaxpr, ClosedJaxpr], values: Sequence[Value], shards: frozenset[str] | None = None
+    ) -> list[Value]:
+        """What a function that is called returns; ``shards`` are the axes of a ``shard_map``."""
         inner, (first, second) = _Follower(self.sizes), bodies
-        inner._name, inner._eqn = self._name, self._eqn
+        inner._name, inner._eqn, inner._shards = self._name, self._eqn, self._shards if shards is None else shards
         inner.values.update(zip(first.jaxpr.invars, (replace(value, total=None) for value in values), strict=True))
         pairs = zip(first.consts, second.consts, strict=True)
         inner.constants(dict(zip(first.jaxpr.constvars, pairs, strict=True)))
         inner.run(first.jaxpr.eqns, second.jaxpr.eqns)
         return [inner.read(a, b).value for a, b in zip(first.jaxpr.outvars, second.jaxpr.outvars, strict=True)]
+
+    def _map(self, eqn: JaxprEqn, other: JaxprEqn, operands: list[_Operand], outs: list[_Operand]) -> list[Value]:
+        """A ``jax.shard_map``: what it does to the examples of each shard, it does to all."""
+        mapped, second = shard_map_of(eqn), shard_map_of(other)
+        if mapped is None or second is None:
+            raise _Different
+        entries = [
+            spec[axis]
+            for spec, each in zip(mapped.specs, (*operands, *outs), strict=True)
+            for axis in each.axes
+            if axis < len(spec)
+        ]
+        divided = {name for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))}
+        shards = self._shards | mapped.manual.difference(divided)
+        return self._body((ClosedJaxpr(mapped.body, []), ClosedJaxpr(second.body, [])), [o.value for o in operands], shards)
+
+    def _between_shards(self, eqn: JaxprEqn, operands: Sequence[_Operand]) -> list[Value]:
+        """A collective that leaves each example where it is."""
+        names = "all_gather_dimension", "split_axis", "concat_axis", "scatter_dimension"
+        moved = {eqn.params[name] for name in names if name in eqn.params}
+        return [
+            self._mixed("a collective moves examples from shard to shard")
+            if o.value.kind == Relation.ROWS and not moved.isdisjoint(o.axes)
+            else replace(o.value, index=False, zero=False)
+            for o in operands
+        ]
 
     def _widened(self, old: Value, new: Value) -> Value:
         """What is one or the other."""
