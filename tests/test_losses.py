@@ -1,6 +1,5 @@
 """The cross entropy of a linear head: equal to the plain one, without logits, and cut between slices of the vocabulary."""
 
-import itertools
 import re
 import warnings
 
@@ -13,10 +12,11 @@ import optax
 import pytest
 
 import jaxpp
+from jaxpp.engine.layout import lay_out
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.liveness import MEMORY_KINDS
-from jaxpp.stages.cuts.balance import balance, least_largest
-from jaxpp.stages.loss.traced_loss import trace_loss
+from jaxpp.options import Options
+from jaxpp.runtime.compile import Programs
 from models.gpt import GPT
 from tests.stages.test_split_scan import ScannedBlock
 
@@ -204,13 +204,13 @@ def test_each_stage_owns_the_rows_of_its_slices_or_receives_only_these(x64, tied
     pipe = jaxpp.Pipeline(loss_fn, optax.adamw(1e-2), num_stages=4, num_microbatches=8)
     state = pipe.init(params, batch)
     owned, read = ([[path for path in paths if "table" in path] for paths in each] for each in owned_and_read(pipe))
-    parts = [path for paths in read[1:] for path in paths]
+    parts = [path for paths in read[tied:] for path in paths]
     ends = [int(path.rpartition(":")[2]) for path in parts]
     assert len(parts) >= 3
     assert ends == sorted(set(ends)), "rows are read by two stages"
     assert ends[-2:] == [99, 101]
     assert all(end % 9 == 0 for end in ends[:-1]), "a slice is divided"
-    assert owned == ([parts, [], [], []] if tied else [[], *read[1:]])
+    assert owned == ([parts, [], [], []] if tied else read)
     flops = [stage.flops for stage in pipe.stages]
     assert max(flops) < 0.3 * sum(flops)
     first = dict(zip(MEMORY_KINDS, pipe.forecast(params, batch).stages[0].kinds, strict=True))
@@ -275,41 +275,34 @@ def language_model(model, length, num_slices=None, *, plainly=False):
     return loss_fn, jax.eval_shape(lambda tokens: model.init(jax.random.key(0), tokens, True), tokens)["params"]
 
 
-def largest_shares(model, num_stages, length=1024):
-    """How many times the mean the largest stage does in FLOPs: of the cut for equal FLOPs, and the least possible."""
+def largest_share(model, num_stages, length=1024):
+    """How many times the mean the largest stage of the automatic cut takes in a step, by estimated seconds."""
     loss_fn, params = language_model(model, length)
-    batch = jax.ShapeDtypeStruct((1, length + 1), "int32")
-    loss = trace_loss(loss_fn, params, batch, None, has_aux=False, per_layer=True)
-    ends, mean = [0, *balance(loss, num_stages), len(loss.costs)], sum(loss.costs) / num_stages
-    largest = max(sum(loss.costs[a:b]) for a, b in itertools.pairwise(ends))
-    return largest / mean, least_largest(loss, num_stages) / mean
+    batch = jax.ShapeDtypeStruct((2 * num_stages, length + 1), "int32")
+    options = {"num_stages": num_stages, "num_microbatches": 2 * num_stages, "schedule": "1f1b"}
+    given = Options.of(loss_fn, devices=jax.devices()[:num_stages], **options)
+    _, _, cut = lay_out(given, optax.adamw(1e-3), (params,), batch, None, Programs())
+    seconds = [code.costs["F"] + code.costs["B"] for code in cut.stages]
+    return max(seconds) * num_stages / sum(seconds)
 
 
 @pytest.mark.parametrize(
     ("vocab", "depth", "num_stages"),
     [
-        (50_257, 4, 4),
-        *(
-            pytest.param(vocab, depth, num_stages, marks=pytest.mark.long)
-            for vocab in (50_257, 128_256)
-            for depth in (4, 6, 12)
-            for num_stages in (4, 8)
-            if (vocab, depth, num_stages) != (50_257, 4, 4)
-        ),
+        pytest.param(vocab, depth, num_stages, marks=[] if (vocab, depth) == (50_257, 4) else pytest.mark.long)
+        for vocab in (50_257, 128_256)
+        for depth in (4, 6, 8, 10, 12)
+        for num_stages in (4, 8)
     ],
 )
-def test_with_a_divided_head_the_largest_stage_of_a_gpt_need_do_at_most_a_twentieth_more_than_the_mean(vocab, depth, num_stages):
-    model = GPT(vocab, 1024, 768, depth, 12, dropout=0.0, head=False)
-    largest, least = largest_shares(model, num_stages)
-    assert least <= 1.05
-    assert largest <= 1.05 * least
+def test_with_a_divided_head_the_largest_stage_of_a_gpt_takes_at_most_a_twentieth_more_than_the_mean(vocab, depth, num_stages):
+    assert largest_share(GPT(vocab, 1024, 768, depth, 12, dropout=0.0, head=False), num_stages) <= 1.05
 
 
 @pytest.mark.long
 def test_a_loop_over_blocks_and_the_loop_of_the_head_are_cut_in_one_model():
-    largest, least = largest_shares(ScannedGPT(128_256, 768, 12), 8)
-    assert least <= 1.05
-    assert largest <= 1.05 * least
+    # A block of a loop stays whole, so no cut has a largest stage below 1.07 times the mean.
+    assert largest_share(ScannedGPT(128_256, 768, 12), 8) <= 1.12
 
 
 def test_the_last_stage_holds_nothing_as_large_as_the_logits():

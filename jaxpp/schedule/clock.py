@@ -213,7 +213,9 @@ def length(
     """The makespan of a schedule from what actions take, ``durations[kind][stage]``, and sends, ``hops[boundary]``: as ``replay``.
 
     ``order`` is one in which the actions can run, with those of a rank in the order of its row. Arrays in place of numbers,
-    with NumPy's maximum as ``larger``, give the makespans under many costs at once.
+    with NumPy's maximum as ``larger``, give the makespans under many costs at once. A search for cuts asks for thousands of
+    lengths of one schedule, and nothing else: so this clock knows neither copies nor shared cores, and goes from action to action
+    in an order that holds for all costs, where ``replay`` finds out which rank can go on.
     """
     wiring = _wiring([order], len(stage_to_rank), None)
     awaited = {beside for _, beside, *_ in map(wiring, order)}

@@ -3,6 +3,9 @@
 *F* and *B* are the FLOPs of forward and backward, *share* is the part of the step's time, as it is estimated (``estimate.py``);
 *kept* are the bytes that one microbatch holds from forward to backward, out of those that it would hold if nothing were computed
 again; *offloaded*: those of some microbatches wait in host memory. Each row is a ``Stage``, which can also be run by hand.
+
+Below, "about N times as fast" is what this schedule makes of the estimated times, sends included; a measured step may be faster or
+slower than that. ``UnevenStagesWarning`` says "at most": one over the largest share, which no schedule of these stages can exceed.
 """
 
 import posixpath

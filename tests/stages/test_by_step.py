@@ -136,6 +136,27 @@ def test_a_slow_link_moves_the_cut_to_the_narrow_place_even_where_that_is_uneven
     assert crossed[1.0][1] > 0.65
 
 
+@pytest.mark.parametrize(
+    ("width", "per_byte", "cut"),
+    [
+        pytest.param(24, 0.0, 10, id="a send costs nothing"),
+        pytest.param(24, 7e-4, 11, id="the sends take what the stages gain"),
+        pytest.param(40, 0.0, 11, id="more than twice the bytes"),
+    ],
+)
+def test_more_bytes_cross_for_more_even_stages_if_that_pays(width, per_byte, cut):
+    # Cut at 10 the stages take 9.6 and 9.4, at 11 they take 10 and 9, and there fewer bytes cross.
+    costs = np.asarray([*[1.0] * 9, 0.6, 0.4, *[1.0] * 9, 0.0, 0.0, 0.0]) / 3
+    loss = products([48] * 10 + [width, 16] + [48] * 11)
+    assert len(loss.spine) == len(costs)
+    each = tuple(costs.tolist())
+    loss = replace(loss, step=SpineCosts(each, each, each, 0))
+    schedule = make_for_stages("gpipe", num_stages=2, num_microbatches=32)
+    links = Links((0.0,), (per_byte,))
+    assert simulated(loss, [10], links, schedule) < simulated(loss, [11], links, schedule)
+    assert balance_step(loss, 2, links, lengths_of(schedule)) == (cut,)
+
+
 def test_links_are_measured_and_stages_on_one_device_need_none():
     one, two = jax.devices()[:2]
     per_send, per_byte = link_times([OneDevice(one), OneDevice(two), OneDevice(two)])

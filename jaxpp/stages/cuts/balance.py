@@ -29,8 +29,8 @@ SLACK = 0.05  # How much more than the least possible the largest stage may cost
 REAL_WORK = 0.01  # the part of the mean cost below which a stage counts as empty; where unavoidable, a hundredth of it is worse
 
 
-def balance(loss: TracedLoss, num_stages: int) -> Cuts:
-    """Cut for the smallest largest stage, then for stages that all have something to do, then for the fewest bytes."""
+def balance(loss: TracedLoss, num_stages: int, slack: float = SLACK) -> Cuts:
+    """Cut for the smallest largest stage, but for ``slack``; then for stages that all have something to do, then for few bytes."""
     _check_size(loss, num_stages)
     if num_stages == 1:
         return ()
@@ -38,7 +38,7 @@ def balance(loss: TracedLoss, num_stages: int) -> Cuts:
     least = least_largest(loss, num_stages)
     if least is None:
         raise _divided(loss, num_stages)
-    first = np.searchsorted(total, total - (1 + SLACK) * least * (1 + 1e-12))
+    first = np.searchsorted(total, total - (1 + slack) * least * (1 + 1e-12))
     return balance_within(loss, np.tile(first, (num_stages, 1)))
 
 

@@ -3,7 +3,8 @@
 What F, I and W of each equation of the loss cost is read off one trace of the whole loss and its pullback (``step_costs``), so
 frozen parameters, cotangents that nobody wants and what is computed again cost what they cost. The lengths of the step under many
 cuts at once come from the schedule's clock. Few cuts are all tried. Of many, boundaries are moved, alone and in groups, from the
-cuts with the most even stages, as long as that shortens the step. Of steps that are ``SLACK`` apart the neatest cut is taken.
+cuts with the most even stages, as long as that shortens the step. Of steps that are ``SLACK`` apart the neatest cut is taken,
+but for a gain that is worth its bytes.
 """
 
 import itertools
@@ -24,6 +25,9 @@ from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.remat import RECOMPUTE, RematPolicy
 from jaxpp.stages.stage import BACKWARD, FORWARD
 
+_GAIN = 0.01  # How much faster each microbatch must become for more bytes, or a cut within a module
+_WIDER = 2.0  # How many times the bytes may cross for that, as a stage also keeps what it receives
+_SLACKS = (SLACK, SLACK / 2, SLACK / 4)  # How much larger than the least possible the largest stage may be, the neatest first
 _FEW = 4096  # Up to how many cuts all are tried
 _AT_ONCE = 1024  # How many are tried at once
 _NEAR = 16  # Up to how many places a boundary is moved by every distance
@@ -80,25 +84,29 @@ def _seconds(graph: Graph, piece: Piece, rates: Rates) -> Iterator[tuple[int, fl
 def balance_step(loss: TracedLoss, num_stages: int, links: Links, lengths: Lengths) -> Cuts:
     """Cut for the shortest step; ``links`` are in the unit of the loss's costs.
 
-    Of all steps that are ``SLACK`` longer than the shortest at most, that with the most even stages is taken, if it is one of them;
-    else one whose stages are as large, but for ``SLACK``, as those of the shortest. No stage is ``UNEVEN`` times the mean if none
-    need be, as it would hold as many times the memory. The step is never longer than with equal FLOPs.
+    If cuts into even stages make the step at most ``SLACK`` longer than the shortest, the neatest of them is taken, with few bytes;
+    but a more even one where each microbatch becomes at least 1% faster by that, even if no send is hidden, and at most twice the
+    bytes cross. If there is none, the cut is one whose stages are about as large as those of the shortest. No stage is ``UNEVEN``
+    times the mean if none need be, as it would hold as many times the memory. The step is never longer than with equal FLOPs.
     """
     if num_stages == 1:
         return balance(loss, num_stages)
-    plain = [balance(loss, num_stages), balance(replace(loss, step=None), num_stages)]
-    search = _Search(loss, links, lengths, plain[0])
-    times = search.times(np.asarray(plain))
-    even, shortest = plain[int(times.argmin())], search.shortest(plain)
-    limit = (1 + SLACK) * float(search.times(np.asarray([shortest]))[0])
-    if times.min() <= limit:
-        return even
+    even = [balance(loss, num_stages, slack) for slack in _SLACKS] + [balance(replace(loss, step=None), num_stages)]
+    search = _Search(loss, links, lengths, even[0])
+    times, paces, shortest = search.times(np.asarray(even)), search.paces(np.asarray(even)), search.shortest(even)
+    limit = min((1 + SLACK) * float(search.times(np.asarray([shortest]))[0]), float(times[0]), float(times[-1]))
+    if (good := np.flatnonzero(times <= limit)).size:
+        chosen, moved = good[0], np.asarray(loss.boundary_bytes)[np.asarray(even)].sum(axis=1)
+        for k in good[1:]:
+            pays = paces[k] < (1 - _GAIN) * paces[chosen] and moved[k] <= _WIDER * moved[good[0]]
+            chosen = k if pays else chosen
+        return even[chosen]
     total = prefix_sums(loss)
     sizes = np.diff(total[[0, *shortest, len(loss.spine)]])
-    for slack in (SLACK, SLACK / 4):
+    for slack in _SLACKS:
         first = [np.searchsorted(total, total - (1 + slack) * size * (1 + 1e-12)) for size in sizes]
         near = balance_within(loss, np.asarray(first))
-        if search.times(np.asarray([near]))[0] <= min(limit, times.min()):
+        if search.times(np.asarray([near]))[0] <= limit:
             return near
     return shortest
 
@@ -129,6 +137,13 @@ class _Search:
         hops = np.stack([hop[cuts[:, k]] for k, hop in enumerate(self._hops)], axis=1)
         refused = (self._lacking(ends) > self._most) | (np.diff(self._total[ends], axis=1).max(axis=1) > self._largest)
         return np.where(refused, np.inf, self._lengths(forward, input_grad, weight_grad, hops))
+
+    def paces(self, cuts: Int[np.ndarray, "cuts boundaries"]) -> Float[np.ndarray, " cuts"]:
+        """What each microbatch takes on the slowest stage, if that also waits for all that it sends and receives."""
+        count = len(cuts)
+        ends = np.concatenate([np.zeros((count, 1), int), cuts, np.full((count, 1), self._size)], axis=1)
+        hops = np.pad(np.stack([hop[cuts[:, k]] for k, hop in enumerate(self._hops)], axis=1), ((0, 0), (1, 1)))
+        return (np.diff(self._total[ends], axis=1) + 2 * (hops[:, :-1] + hops[:, 1:])).max(axis=1)
 
     def _lacking(self, ends: np.ndarray) -> np.ndarray:
         return self._faults(ends[:, :-1], ends[:, 1:]).sum(axis=1)
