@@ -96,6 +96,7 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
             done = _side_by_side(functools.partial(step, params), rows, together)
         else:
             done = [step(own, *row) for own, row in zip(each, rows, strict=True)]
+        done = jax.block_until_ready(done)  # CPU devices lack the threads for several programs, each of which runs on all of them
         for replica, (i, (value, extra, grad)) in enumerate(zip(numbers, done, strict=True)):
             states[replica], aux = extra if has_state else (None, extra)
             share, own = jax.tree.map(lambda leaf, scale=scales[i]: scale.astype(leaf.dtype) * leaf, (value, grad))
