@@ -252,7 +252,7 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
     state = _state_of(engine, leaves)
     traced = engine.preparer.step(batch, key).cuts[0].loss
     spread = _grads_of(engine, found)
-    model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
+    model_state = _model_state_of(engine, found)
     groups = engine.preparer.groups.current if engine.placed.known["own"] else ()
     options = {
         "has_aux": config.has_aux,
@@ -333,6 +333,12 @@ def _grads_of(engine: Engine, found: Outcome[Array]) -> Grads:
     return _together([assembled(tree.unflatten(grads.all_params)) for grads in each])
 
 
+def _model_state_of(engine: Engine, found: Outcome[Array]) -> Tree:
+    """The whole model state after a step; ``()`` without one."""
+    tree = jax.tree.structure((*engine.layout.variables, ())[1])
+    return assembled(tree.unflatten(found.model_state))
+
+
 def _of_each_replica(engine: Engine, leaves: Leaves[Array]) -> list[Leaves[Array]]:
     """The leaves of each replica, on one device."""
     leaves = leaves.fill(_on_one_device(leaves.flat()))
@@ -386,7 +392,7 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
 
     state, after = (_state_of(engine, given, None) for given in (leaves, stepped))
     grads = _grads_of(engine, found)
-    model_state = jax.tree.unflatten(jax.tree.structure(state.model_state), found.model_state)
+    model_state = _model_state_of(engine, found)
     grads, whole, model_state, loss = _on_one_device((grads, state, model_state, found.loss))
     if engine.placed.known["own"]:
         rows = zip(*(_apart(part, engine) for part in (grads, whole.params, whole.opt_state)), strict=True)

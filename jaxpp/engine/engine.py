@@ -136,6 +136,11 @@ class Engine:
         """Which parameter leaves are held as slices."""
         return self.layout.slicing
 
+    @property
+    def holds_slices(self) -> bool:
+        """Whether any leaf of the parameters or of the model state is held as slices."""
+        return self.layout.slicing.any or self.layout.state_slicing.any
+
     def leaves(self, state: Tree) -> Leaves[Array]:
         """The leaves of a state whose arrays live where this engine's do, by what they are."""
         names = self.placed.names
@@ -156,7 +161,7 @@ class Engine:
         params, *state = made if self.options.has_state else (made,)
         sizes = self.slicing.sizes[: len(jax.tree.leaves(params, is_leaf=is_slices))]  # those of the shared part alone
         sliced = Slicing(sizes).of(params)
-        return (sliced, *state) if self.options.has_state else sliced
+        return (sliced, *map(self.layout.state_slicing.of, state)) if self.options.has_state else sliced
 
     def cut_at(self, microbatch: Batch, key: Key | None) -> CutLoss:
         """The loss cut at the shapes of a microbatch; a key that is missing, or not taken, is refused."""

@@ -64,7 +64,7 @@ def first_leaves(engine: Engine, given: InitArguments, names: Leaves[Name], home
     if key is None:
         held, homes = jax.tree.leaves(engine.sliced(made)), homes._replace(**unmade)
         return homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
-    graph, _ = trace_init((lambda key: engine.sliced(made(key))) if engine.slicing.any else made, key, engine.options.axes)
+    graph, _ = trace_init((lambda key: engine.sliced(made(key))) if engine.holds_slices else made, key, engine.options.axes)
     with agreement(given.where, engine.options.devices) as agree:
         agree(lambda: init_texts(graph, key))
     return engine.make_params(graph, key, names._replace(**unmade))

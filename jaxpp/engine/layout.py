@@ -97,6 +97,7 @@ class Layout:
     scattered: frozenset[int]  # those whose gradients are summed so
     warnings: tuple[Warning, ...]  # what to tell the user of these stages
     weight: Callable[[Batch], Any] | None  # of a microbatch; None: the number of its examples
+    state_slicing: Slicing  # which model state leaves are held as slices
     copies: tuple[StateCopy, ...] = ()  # the last model state leaves, if they are copies of others for further stages
 
     @property
@@ -149,10 +150,13 @@ def lay_out(
     size = _split_of(options, batch, train=options.is_loss).sizes[0]
     given, microbatch = tuple(map(avals_of, variables)), resized(batch_avals(batch), size, tracing.shared(batch))
     layered = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
+    rows = _by_row(given[1:], layered.stacked_state)
+    if rows.any:  # each row is a leaf, so that cuts may lie between two layers
+        layered = tracing.trace(options.loss_fn, (given[0], rows.of(given[1])), microbatch, key, per_layer=True)
     if options.cuts is None and like is None:
         check_giant(layered, schedule.num_stages)
     specs = specs_of(options.shardings, variables[0], options.axes)
-    found = _Layouts(options, optimizer, given, microbatch, key, frozen, like, specs)
+    found = _Layouts(options, optimizer, given, microbatch, key, frozen, like, specs, rows)
     layout, first = found.at(layered)
     if options.cuts is not None or schedule.num_stages == 1 or like is not None:
         return layout, microbatch, first
@@ -170,6 +174,12 @@ def lay_out(
     return layout, microbatch, first
 
 
+def _by_row(model_state: Tree, leaves: Collection[int]) -> Slicing:
+    """Some leaves of a model state, if there is one, with each row apart."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(model_state)]
+    return Slicing(tuple((1,) * shape[0] if k in leaves else () for k, shape in enumerate(shapes)))
+
+
 @dataclass(frozen=True)
 class _Layouts:
     options: Options
@@ -180,6 +190,7 @@ class _Layouts:
     frozen: frozenset[int]
     like: Layout | None
     specs: tuple[PartitionSpec, ...]  # of the parameter leaves given
+    rows: Slicing  # the model state leaves of which the loss that is to be cut has each row as a leaf
     links: Links | None = None
 
     def at(self, loss: TracedLoss) -> tuple[Layout, CutLoss]:
@@ -189,10 +200,10 @@ class _Layouts:
         specs = self.specs
         loss = self._estimated(loss)
         cuts, step = () if like else self._choose(loss, given[0], specs, self.frozen), loss.step
-        slicing = self._slicing(loss, cuts, specs)
+        slicing, state_slicing = self._slicing(loss, cuts, specs), self._state_slicing(loss, cuts)
         tracing, variables = Tracing(options, self.frozen), given
         if loss.layers or slicing.any:
-            variables = (slicing.of(given[0]), *given[1:])
+            variables = (slicing.of(given[0]), *(state_slicing.of(state) for state in given[1:]))
             tracing = Tracing(options, frozenset(slicing.leaves(self.frozen)))
             loss = replace(tracing.trace(options.loss_fn, variables, self.microbatch, self.key), clock=clock)
         specs = tuple(spec for k, spec in enumerate(specs) for _ in slicing.leaves([k]))
@@ -228,6 +239,7 @@ class _Layouts:
             scattered=self._scattered(parts, {ref.index for code in first.stages for pack in code.packs for ref in pack.members}),
             warnings=tuple(filter(None, (options.devices_warning, idle, trained, unevenness, merge.warning))),
             weight=merge.weight,
+            state_slicing=state_slicing,
         )
         return layout, first
 
@@ -252,6 +264,19 @@ class _Layouts:
         single = rows_between(loss.params, loss.reads, cuts)
         single = [() if leaf in sharded else sizes for leaf, sizes in enumerate(single)]
         return slicing_for(self.optimizer, params, slices_between(loss.params, loss.layers, stages), single)
+
+    def _state_slicing(self, loss: TracedLoss, cuts: Cuts) -> Slicing:
+        """The model state leaves of which layers of several stages make a row each; ``loss`` has each row as a leaf."""
+        if self.like is not None or len(self.given) == 1:
+            return Slicing() if self.like is None else self.like.state_slicing
+        spans, sizes = iter(loss.state_spans), list[tuple[int, ...]]()
+        for rows in self.rows.sizes:
+            stages = [
+                None if span is None else bisect.bisect_right(cuts, span[1]) for span in itertools.islice(spans, len(rows) or 1)
+            ]
+            counts = tuple(len(list(same)) for _, same in itertools.groupby(stages))
+            sizes.append(counts if len(counts) > 1 else ())
+        return Slicing(tuple(sizes))
 
     def _parts(self, params: Params, specs: Sequence[PartitionSpec]) -> tuple[tuple[PartitionSpec, ...], frozenset[int]]:
         """How summed gradients and optimizer leaves are divided over replicas; and the parameters that are between steps."""

@@ -119,6 +119,7 @@ def _derived(
         state_owner=first.state_home,
         warnings=(),
         weight=None,
+        state_slicing=layout.state_slicing if carry is None else Slicing(),
         copies=copies,
     )
     placed = place_leaves(options, None, layout, first)

@@ -360,3 +360,128 @@ def test_statistics_are_those_of_all_replicas_where_the_model_names_their_axis(x
     compare("loss", metrics.loss, loss)
     compare("model_state", state.model_state, new)
     compare("params", state.params, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), floor=GRAD_FLOOR)
+
+
+class NormBody(nn.Module):
+    """A layer with batch normalisation: the body of a loop."""
+
+    axis: str | None = None
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(8, use_bias=False, param_dtype=float, name="dense")(x)  # a bias would have a gradient of rounding alone
+        norm = nn.BatchNorm(use_running_average=not train, momentum=0.8, param_dtype=float, axis_name=self.axis, name="norm")
+        return jnp.tanh(norm(x)), None
+
+
+class ScannedNorms(nn.Module):
+    """``Norms`` with its layers in one ``nn.scan``, which stacks their running statistics too."""
+
+    axis: str | None = None
+    reverse: bool = False
+    length: int = 6
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        axes, rngs = {"params": 0, "batch_stats": 0}, {"params": True}
+        layers = nn.scan(
+            NormBody, variable_axes=axes, split_rngs=rngs, in_axes=nn.broadcast, length=self.length, reverse=self.reverse
+        )
+        x, _ = layers(self.axis, name="layers")(nn.Dense(8, use_bias=False, param_dtype=float, name="first")(x), train)
+        return nn.Dense(3, param_dtype=float, name="head")(x)
+
+
+def scanned(**options):
+    """A loss of stacked layers, and what makes its parameters and its model state."""
+    model, alone = ScannedNorms(**options), ScannedNorms(**options | {"axis": None})
+
+    def loss_fn(params, model_state, batch, train=True):
+        logits, new = model.apply({"params": params, **model_state}, batch["x"], train, mutable=["batch_stats"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(), (new if train else model_state, {})
+
+    def init(key):
+        variables = alone.init(key, BATCH["x"][:1])
+        return variables["params"], {"batch_stats": jax.tree.map(lambda leaf: leaf.astype(float), variables["batch_stats"])}
+
+    return loss_fn, init
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "rows"),
+    [
+        ({}, {"num_stages": 3}, (2, 3, 1)),
+        pytest.param({"reverse": True}, {"num_stages": 2, "cuts": ["layers[2]"]}, (3, 3), marks=pytest.mark.long),
+        pytest.param({}, {"num_stages": 2, "cuts": ["layers[1]"], "schedule": "zb-h1"}, (1, 5), marks=pytest.mark.long),
+        pytest.param({}, {"num_stages": 2, "cuts": ["layers[3]"], "data_parallel": 2}, (3, 3), marks=pytest.mark.long),
+        pytest.param({}, {"num_stages": 2, "cuts": ["layers[2]"], "loss_scale": DynamicScale()}, (2, 4), marks=pytest.mark.long),
+        pytest.param({}, {"num_stages": 4, "schedule": "zb-v"}, None, marks=pytest.mark.long),
+    ],
+)
+def test_running_statistics_that_a_loop_stacks_live_with_its_layers(x64, model, options, rows):
+    loss_fn, init = scanned(**model)
+    options = {"num_microbatches": 2, "schedule": "1f1b"} | options
+    pipe = pipeline(loss=loss_fn, **options)
+    state = pipe.init(init, jax.random.key(0), EVEN)
+    params, old = plain = jax.jit(init)(jax.random.key(0))
+    sizes = set(pipe.engine.layout.state_slicing.sizes)
+    assert len(sizes) == 1
+    assert rows is None or sizes == {rows}
+    compare("state", (state.params, state.model_state), plain)
+    for _ in range(3):
+        pipe.verify(state, EVEN)
+        state, _ = pipe.step(state, EVEN)
+        _, _, grads, old = oracle(
+            loss_fn, params, EVEN, None, 2, model_state=old, num_replicas=options.get("data_parallel", 1), has_aux=True
+        )
+        params = jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, params, grads)
+    compare("params", state.params, params)
+    compare("model_state", state.model_state, old)
+    found = pipe.evaluate(state, EVEN, loss_fn=lambda *args: loss_fn(*args, train=False))
+    compare("loss", found.loss, jax.jit(loss_fn, static_argnums=3)(params, old, EVEN, False)[0])
+    assert set(pipe.engine.layout.state_owner) == set(range(options["num_stages"]))
+
+
+@pytest.mark.long
+def test_a_state_of_stacked_statistics_opens_at_any_number_of_stages(x64):
+    loss_fn, init = scanned()
+    pipe, other = (pipeline(stages, 2, loss=loss_fn) for stages in (2, 4))
+    state = pipe.init(init, jax.random.key(0), EVEN)
+    other.init(init, jax.random.key(1), EVEN)
+    state, _ = pipe.step(state, EVEN)
+    saved = jax.tree.map(np.asarray, state)
+    there, _ = other.step(saved, EVEN)
+    here, _ = pipe.step(state, EVEN)
+    compare("state", (here.params, here.model_state), (there.params, there.model_state))
+
+
+@pytest.mark.long
+def test_stacked_statistics_of_all_replicas(x64):
+    loss_fn, init = scanned(axis="data")
+    pipe = pipeline(2, 1, loss=loss_fn, data_parallel=2)
+    state = pipe.init(init, jax.random.key(0), EVEN)
+    params, old = jax.jit(init)(jax.random.key(0))
+    pipe.verify(state, EVEN)
+    state, _ = pipe.step(state, EVEN)
+    (_, (new, _)), grads = jax.value_and_grad(scanned()[0], has_aux=True)(params, old, EVEN)
+    compare("model_state", state.model_state, new)
+    compare("params", state.params, jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, params, grads))
+    assert any(pipe.engine.layout.state_slicing.sizes)
+
+
+def test_a_loop_reads_rows_of_a_state_that_is_read_whole_elsewhere(x64):
+    """A counter for each layer, of which the last stage reads all: it is sent the old ones of the others."""
+
+    def loss_fn(params, counts, batch):
+        def layer(x, row):
+            return jnp.tanh(x @ row[0]) + row[1], row[1] + 0.1
+
+        x, new = jax.lax.scan(layer, batch["x"], (params["w"], counts))
+        return (x**2).mean() + (counts * params["v"]).sum(), (new, {})
+
+    params = {"w": jnp.asarray(RNG.normal(size=(4, 5, 5))), "v": jnp.arange(4.0)}
+    pipe = pipeline(2, 2, loss=loss_fn, cuts=["w[2]"])
+    state = pipe.init((params, jnp.zeros(4)), EVEN)
+    for _ in range(2):
+        pipe.verify(state, EVEN)
+        state, _ = pipe.step(state, EVEN)
+    np.testing.assert_allclose(state.model_state, np.full(4, 0.4), rtol=1e-12)

@@ -382,10 +382,7 @@ def _too_large(loss: TracedLoss, position: int, num_stages: int) -> bool:
     return whole and num_stages > 1 and (share * num_stages > 2 or share > 0.9)
 
 
-_LAYERS = (
-    "loop over layers with lax.scan over parameters stacked along their first axis (as they are, or cast), "
-    "without stacked model state"
-)
+_LAYERS = "loop over layers with lax.scan over parameters stacked along their first axis (as they are, or cast)"
 _ADVICE = {
     "while": ("a while loop", _LAYERS),
     "cond": ("a cond", "choose the branch outside the loss (a loss for each), or compute both and choose with jnp.where"),

@@ -148,6 +148,12 @@ class TracedLoss:
         return tuple(self.graph.eqns[producers[atom]].invars[0] if isinstance(atom, Var) else atom for atom in self.new_state)
 
     @cached_property
+    def stacked_state(self) -> frozenset[int]:
+        """The model state leaves of which each layer of a loop reads a row."""
+        read = {var for each in self.layers for var in each.stacked}
+        return frozenset(k for k, var in enumerate(self.state) if var in read)
+
+    @cached_property
     def unchanged(self) -> frozenset[int]:
         """The model state leaves whose new value is the old one."""
         return frozenset(k for k, (old, source) in enumerate(zip(self.state, self.sources, strict=True)) if old is source)
@@ -460,8 +466,8 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     given = [leaf for _, leaf in param_leaves], [leaf for _, leaf in state_leaves], batch_leaves, keys
     graph = _trace(flat, given, axes, words, differentiable=differentiable)
     graph, remat = inline_remat(graph)
-    graph = place_rows(graph, graph.inputs[: len(param_leaves)])
-    stacked = graph.inputs[: len(param_leaves)], graph.inputs[len(param_leaves) :][: 0 if is_loss else len(state_leaves)]
+    stacked = graph.inputs[: len(param_leaves)], graph.inputs[len(param_leaves) :][: len(state_leaves)]
+    graph = place_rows(graph, [*stacked[0], *stacked[1]])
     graph, layers = split_scans(graph, *stacked, per_layer=per_layer)
     _check_order(graph, words)
     paths = _paths(param_leaves), _paths(state_leaves)
