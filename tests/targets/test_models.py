@@ -240,12 +240,15 @@ def test_a_mesh_of_eight_has_its_collectives():
     model = gpt(dropout=0.0)
     mesh = jax.sharding.Mesh(np.array(jaxpp.target("h100", 8)).reshape(2, 2, 2), ("pipe", "data", "model"))
     rules = {"*/fc": "column", "*/proj": "row", "*/attn": "heads", "embed": "embedding"}
-    pipe = pipeline(model, 2, devices=None, mesh=mesh, shardings=rules)
+    pipe = pipeline(model, 2, devices=None, mesh=mesh, shardings=rules, shard="optimizer")
     programs = pipe.programs(model.shapes, model.batch)
     assert any(kernel.kind == "collective" for row in programs for kernel in row.kernels)
     found = pipe.collectives(model.batch, jax.random.key(0))
     assert found.count("all-reduce", ("model",)) > 0
-    assert found.communicated > 0
+    names, shapes = pipe.engine.placed.names.all_params, jax.tree.leaves(model.shapes)
+    held = sum(pipe.engine.placement[name.stage].num_bytes(name.ref, leaf) for name, leaf in zip(names, shapes, strict=True))
+    assert found.num_bytes("reduce-scatter", ("data",)) == 2 * found.num_bytes("all-gather", ("data",)) == held  # once a step
+    assert found.num_bytes("all-reduce", ("data",)) < 256  # scalars: the loss, and what a norm is made of
     assert pipe.forecast(model.shapes, model.batch).bound.num_devices == 8
 
 
