@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.checks import check_devices
@@ -361,8 +361,7 @@ def axes_of(place: Place, mesh: Mesh | None, axes: AxisMap) -> RankAxes:
     names = [(name, axis, size) for name, axis, size in names if name in sizes or name != axis]
     if mesh is not None:  # other names stand for all axes of the mesh that divide the same
         names = [(name, axis, size if name in sizes else place.axis_sizes.get(axis, 1)) for name, axis, size in names]
-    whole = None if mesh is None else Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
-    return RankAxes(_axes_in(place), names=tuple(names), whole=whole)
+    return RankAxes(_axes_in(place), names=tuple(names), whole=mesh)
 
 
 def axes_alone(axes: RankAxes, place: Place) -> RankAxes:

@@ -9,6 +9,7 @@ The replicas of a rank are apart before a stage begins, as inside a ``jax.shard_
 batch. So a collective over ``data`` is one between replicas, and ``data`` in the sharding of a value says nothing new.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -134,9 +135,11 @@ class RankAxes:
         if mesh is None or AxisType.Explicit not in mesh.axis_types:
             return function
         typed = mesh.abstract_mesh
-        axes = RankAxes(typed.update_axis_types(dict.fromkeys(typed.axis_names, AxisType.Auto)), outside=self.env)
+        axes = RankAxes(_untyped(typed), outside=self.env)
 
         def run(*args: Tree) -> Tree:
+            with contextlib.suppress(Exception):  # some functions run only where axes have types
+                return function(*args)
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
             make = jax.make_jaxpr(function, axis_env=self.env, return_shape=True)
             closed, results = traced_inside(typed, (), lambda: make(*shapes))
@@ -150,7 +153,10 @@ class RankAxes:
         return self.in_force(lambda: jax.make_jaxpr(function, axis_env=self.env, return_shape=True)(*args)[1])
 
     def in_force(self, trace: Callable[[], _T]) -> _T:
-        """Trace a function of the user's where the mesh is in force that the user has set, or that of all devices if need be."""
+        """Trace a function of the user's where the mesh is in force that the user has set, or that of all devices if need be.
+
+        JAX wants axes without types for some functions, and for others those that the user gave them.
+        """
         if (mesh := user_mesh()) is not None:
             with jax.set_mesh(mesh):
                 return trace()
@@ -159,8 +165,19 @@ class RankAxes:
         except Exception:
             if self.whole is None:
                 raise
-        with jax.sharding.use_abstract_mesh(self.whole.abstract_mesh):
+        typed = self.whole.abstract_mesh
+        try:
+            with jax.sharding.use_abstract_mesh(_untyped(typed)):
+                return trace()
+        except Exception:
+            if AxisType.Explicit not in typed.axis_types:
+                raise
+        with jax.sharding.use_abstract_mesh(typed):
             return trace()
+
+
+def _untyped(mesh: AbstractMesh) -> AbstractMesh:
+    return mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
 
 
 ONE_DEVICE = RankAxes()
@@ -173,7 +190,7 @@ class Derivative(NamedTuple):
     mesh: AbstractMesh  # in force where it can be traced
 
 
-Rules = Mapping[Jaxpr, Derivative]  # The derivatives that name a mesh or an axis of one, by the functions that have them
+Rules = Mapping[Hashable, Derivative]  # The derivatives that name a mesh or an axis of one, by ``_function`` of equations
 
 
 def moved(closed: ClosedJaxpr, axes: RankAxes, rules: Rules = MappingProxyType({})) -> ClosedJaxpr:
@@ -187,7 +204,7 @@ def moved(closed: ClosedJaxpr, axes: RankAxes, rules: Rules = MappingProxyType({
     return ClosedJaxpr(_Mover(axes, rules).moved(closed.jaxpr, _Scope(axes.rank)), closed.consts)
 
 
-def rules_in(jaxpr: Jaxpr, axes: RankAxes) -> dict[Jaxpr, Derivative]:
+def rules_in(jaxpr: Jaxpr, axes: RankAxes) -> Rules:
     """The derivatives, of functions inside a user's, that name a mesh or an axis of one; but for those in maps over a mesh.
 
     A derivative that cannot be traced is left out: nobody may ever ask for it.
@@ -195,7 +212,7 @@ def rules_in(jaxpr: Jaxpr, axes: RankAxes) -> dict[Jaxpr, Derivative]:
     Raises:
         NameError: one names an axis that nothing has.
     """
-    found: dict[Jaxpr, Derivative | None] = {}
+    found: dict[Hashable, Derivative | None] = {}
 
     def look(jaxpr: Jaxpr) -> None:
         for eqn in jaxpr.eqns:
@@ -205,13 +222,18 @@ def rules_in(jaxpr: Jaxpr, axes: RankAxes) -> dict[Jaxpr, Derivative]:
                 seen.update(inner_bodies)
                 for inner in inner_bodies:
                     look(inner)
-            elif plain is not None and plain.jaxpr not in found:
+            elif plain is not None and _function(eqn) not in found:
                 rule = _rule(eqn, axes)
-                found[plain.jaxpr] = rule if rule is not None and _mentions(rule.jaxpr) else None
+                found[_function(eqn)] = rule if rule is not None and _mentions(rule.jaxpr) else None
 
     seen = set[Jaxpr]()
     look(jaxpr)
     return {function: rule for function, rule in found.items() if rule is not None}
+
+
+def _function(eqn: JaxprEqn) -> Hashable:
+    """What stands for the function that an equation calls which has a derivative of its own; copies of the equation share it."""
+    return id(eqn.params["call_jaxpr"])
 
 
 def _rule(eqn: JaxprEqn, axes: RankAxes) -> Derivative | None:
@@ -226,7 +248,8 @@ def _rule(eqn: JaxprEqn, axes: RankAxes) -> Derivative | None:
         results, pullback = jax.vjp(lambda *given: list(itertools.compress(run(*given), gives)), *wanted)
         return pullback(results)
 
-    for mesh in [own, *([axes.whole.abstract_mesh] if own.empty and axes.whole is not None else [])]:
+    whole = [] if axes.whole is None or not own.empty else [_untyped(axes.whole.abstract_mesh), axes.whole.abstract_mesh]
+    for mesh in (own, *whole):
         make = jax.make_jaxpr(functools.partial(derivative, mesh), axis_env=axes.env)
         try:
             return Derivative(traced_inside(mesh, (), lambda make=make: make(*varying_shapes(eqn.invars))).jaxpr, mesh)
@@ -347,7 +370,7 @@ class _Mover:
         if names:
             return self._collective(eqn, names, scope)
         plain = called(eqn, CUSTOM_RULES)
-        if plain is not None and (scope.in_rule or plain.jaxpr in self._rules or not mesh_of(before).empty):
+        if plain is not None and (scope.in_rule or _function(eqn) in self._rules or not mesh_of(before).empty):
             return self._custom(eqn, plain, before, scope)
         new = with_params(eqn, lambda name, value: self._parameter(name, value, scope))
         return self._told(new, scope)
@@ -371,7 +394,7 @@ class _Mover:
 
     def _custom(self, eqn: JaxprEqn, plain: ClosedJaxpr, before: JaxprEqn, scope: _Scope) -> Lines:
         """A function with a derivative of its own, whose rule is traced now: later it would be with another mesh in force."""
-        rule = self._rules.get(plain.jaxpr)
+        rule = self._rules.get(_function(eqn))
         mesh, avals = mesh_of(before) if rule is None else rule.mesh, varying_shapes(before.invars)
         primal = jaxpr_as_fun(ClosedJaxpr(self.moved(plain.jaxpr, scope), plain.consts))
         if scope.in_rule:  # nobody differentiates twice
