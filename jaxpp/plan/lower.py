@@ -371,10 +371,9 @@ class _Scattering:
 
     def within(self, action: Action, program: Program) -> Program:
         """The program of an action that adds its gradients to what replicas hold of them."""
-        made = [ref for ref in program.outputs if ref.role == Role.GRAD] if self._step.scattered else []
-        if not made or self._step.num_shards > 1:
-            return program if not made else self._apart(action.stage, program)
-        return self._onto(action.stage, program)
+        if not self._step.scattered or all(ref.role != Role.GRAD for ref in program.outputs):
+            return program
+        return (self._onto if self._step.num_shards == 1 else self._apart)(action.stage, program)
 
     def behind(self, action: Action, program: Program) -> None:
         """Write the line that adds what an action's program leaves to be added."""

@@ -320,6 +320,7 @@ def test_stages_on_a_mesh_with_tensor_parallelism():
 
 REPLICAS = {
     "two": {"data_parallel": 2},
+    "two that divide parameters": {"data_parallel": 2, "shard": "parameters"},
     "three": {"data_parallel": 3, "devices": jax.devices()[:6]},
     "with shards": {"mesh": Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("pipe", "data", "model")), "shardings": SHARDINGS},
 }
