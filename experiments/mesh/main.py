@@ -215,7 +215,8 @@ def main() -> None:
     """Read the command line, run, print the tables, and write the line of JSON."""
     result = command("mesh", Config, DESCRIPTION, run, table)
     rows = [row for row in (*result.rows, *result.divided) if not row.equal]
-    wrong = [f"mesh: {row.model} {row.shape} {row.shard} does not equal the oracle. {row.reason}" for row in rows]
+    names = [" ".join(filter(None, (row.model, str(row.shape), row.shard))) for row in rows]
+    wrong = [f"mesh: {name} does not equal the oracle. {row.reason}" for name, row in zip(names, rows, strict=True)]
     if wrong:
         raise SystemExit("\n".join(wrong))
 

@@ -23,6 +23,7 @@ from tests.figures import assert_apart, key_words
 TINY = Config(
     models=("mlp",),
     meshes=("2x2x2", "2x4x1"),
+    shards=("gradients",),
     steps=2,
     microbatches=4,
     batch=8,
@@ -71,6 +72,20 @@ def test_each_rank_reduces_once_over_data_and_exactly_its_parameters_and_the_los
         in_a_rank = row.shape.data * row.shape.model
         assert row.data.num_bytes == sum(row.params) + FLOAT * in_a_rank
         assert row.beyond == FLOAT * in_a_rank
+
+
+@pytest.mark.long
+def test_replicas_that_divide_their_state_send_what_the_guide_says(result):
+    (row,), whole = result.divided, result.rows[0]
+    assert (
+        row.equal and row.losses == pytest.approx(whole.losses, rel=1e-12) and (row.shard, str(row.shape)) == ("gradients", "2x2x2")
+    )
+    assert row.params == whole.params
+    assert all(2 * part <= full + 16 for part, full in zip(row.optimizer, whole.optimizer, strict=True))  # a count stays whole
+    assert 0 < row.around - row.around_at_least < 2000  # the loss, and the parts of a norm
+    assert whole.around == whole.around_at_least + FLOAT * 4  # the loss, on each device of the last rank
+    lines = [line.split() for line in table(result).splitlines()]
+    assert [line[2] for line in lines if line[:2] == ["mlp", "2x2x2"]][-2:] == ["-", "gradients"]
 
 
 @pytest.mark.long
