@@ -267,7 +267,7 @@ def _divided(result: Result) -> list[str]:
     if not result.divided:
         return []
     names = "model,mesh,shard,equals the oracle,params,optimizer,over data,formula,beyond,step / plain"
-    rows = [names.split(",")]
+    rows: list[list[str]] = [[*names.split(",")]]
     shape = result.divided[0].shape
     for row in sorted((*(row for row in result.rows if row.shape == shape), *result.divided), key=lambda row: row.model):
         held = [_kib(max(row.params)), _kib(max(row.optimizer))]

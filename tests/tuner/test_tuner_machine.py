@@ -331,4 +331,4 @@ def test_what_is_measured_later_is_told_the_same_pace(tmp_path):
     second = devices(tmp_path, devices=jax.devices()[:2])
     second.costs(Family(2, 4, "least", "flops", splits=False))
     assert json.loads(file.read_text())["found"]["reference"] == before
-    assert before["of the pace"][0] == [2, 2, "least", "flops", False]
+    assert before["of the pace"][0] == [2, 2, "least", "flops", False, 1]
