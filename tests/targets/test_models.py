@@ -17,6 +17,7 @@ import pytest
 
 import jaxpp
 from jaxpp.observe import ProgramTable
+from jaxpp.observe.memory.liveness import MEMORY_KINDS
 from jaxpp.runtime.hlo import aliased, read_kernels
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.program import Role
@@ -200,7 +201,7 @@ def test_every_sum_of_gradients_is_added_to_in_place(compiled, name):
             assert len(aliased(instruction.call.as_text())) == len(line.donated), line.label
 
 
-@pytest.mark.parametrize(("name", "kernels", "moved"), [("gpt", 1.0, 1.0), ("resnet", 1.02, 1.02), ("scanned", 0.75, 0.65)])
+@pytest.mark.parametrize(("name", "kernels", "moved"), [("gpt", 0.88, 0.85), ("resnet", 1.02, 1.02), ("scanned", 0.75, 0.65)])
 def test_forwards_and_backwards_run_about_the_kernels_and_move_about_the_bytes_of_the_plain_step(compiled, name, kernels, moved):
     model, _, programs = compiled(name)
     own, whole = of_microbatches(programs), plain(model)
@@ -268,5 +269,5 @@ def test_a_generation_keeps_its_cache_in_place():
     shapes = lm.abstract_params(variables["params"], shape(2, 64, dtype="int32"))
     forecast = lm.generate(shapes, step, variables["cache"], [], 8).forecast()
     carries = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(variables["cache"]))
-    held = sum(sum(row.kinds) for row in forecast.stages)
-    assert held < 2**24 + 8 * carries
+    held = sum(row.kinds[MEMORY_KINDS.index("carries")] for row in forecast.stages)
+    assert carries <= held // 3 <= 1.01 * carries  # the sequence's, the empty one, and that of a prompt that comes again
