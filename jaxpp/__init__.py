@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # what type checkers and editors read; ``_HOMES`` says the sa
     from jaxpp.runtime.processes.trees import array_handler, gather
     from jaxpp.stages.cuts.balance import UnevenStagesWarning
     from jaxpp.stages.loss.example_axis import MicrobatchWarning
+    from jaxpp.stages.loss.microbatch import Microbatches
     from jaxpp.stages.remat import Offload
     from jaxpp.targets import target
     from jaxpp.tasks.bank import Bank
@@ -41,6 +42,7 @@ __all__ = [
     "JaxppError",
     "Metrics",
     "MicrobatchWarning",
+    "Microbatches",
     "ModelStateWarning",
     "Offload",
     "Pipeline",
@@ -82,6 +84,7 @@ _HOMES = {
     "Tuning": "tuning",
     "ModelStateWarning": "engine.layout",
     "MicrobatchWarning": "stages.loss.example_axis",
+    "Microbatches": "stages.loss.microbatch",
     "UnevenStagesWarning": "stages.cuts.balance",
     "array_handler": "runtime.processes.trees",
     "decoder": "forward.decoder",

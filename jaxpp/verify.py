@@ -27,7 +27,7 @@ from jaxpp.runtime.processes.channel import agreement, raise_alike
 from jaxpp.runtime.processes.trees import gather
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.loss.aux import Reducer
-from jaxpp.stages.loss.microbatch import num_examples, scale_dtype, shared_leaves, sizes, slice_batch
+from jaxpp.stages.loss.microbatch import Microbatches, num_examples, scale_dtype, shared_leaves, sizes, slice_batch
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.stages.own_params import Joint
@@ -67,11 +67,19 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
     """
     has_state = model_state is not None
     loss_fn = positional_key(loss_fn, 2 + has_state)
-    leaves, tree = jax.tree.flatten(batch)
-    whole = shared_leaves(batch, shared)
-    parts = sizes(num_examples(leaves, whole) // num_replicas, num_microbatches) * num_replicas
-    pieces = [tree.unflatten(piece) for piece in slice_batch(leaves, parts, whole)]
+    given = batch if isinstance(batch, Microbatches) else None
+    if given is not None:
+        num_microbatches = len(given)
+        pieces = [piece for r in range(num_replicas) for piece in (_part(part, shared, num_replicas, r) for part in given)]
+        parts = [num_examples(jax.tree.leaves(piece), shared_leaves(piece, shared)) for piece in pieces]
+    else:
+        leaves, tree = jax.tree.flatten(batch)
+        whole = shared_leaves(batch, shared)
+        parts = sizes(num_examples(leaves, whole) // num_replicas, num_microbatches) * num_replicas
+        pieces = [tree.unflatten(piece) for piece in slice_batch(leaves, parts, whole)]
     weights = jnp.asarray(parts if weight is None else [weight(piece) for piece in pieces], scale_dtype())
+    if given is not None and given.weights is not None:
+        weights = jnp.tile(jnp.asarray(given.weights, scale_dtype()), num_replicas)
     shares = weights / weights.sum()
     scales = shares if reduction == "mean" else jnp.ones_like(shares)
 
@@ -105,6 +113,14 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
     total = _by_task(grads, scales, groups, num_microbatches) if groups else _sum(grads)
     new = [jax.tree.map(_mean_or_first, *states)] if has_state else []
     return _sum(losses), _merge_aux(auxes, shares, reducers or {}), total, *new
+
+
+def _part(batch: Batch, shared: Sequence[str], num_replicas: int, replica: int) -> Batch:
+    """The rows of a microbatch that a replica has."""
+    leaves, tree = jax.tree.flatten(batch)
+    whole = shared_leaves(batch, shared)
+    parts = (num_examples(leaves, whole) // num_replicas,) * num_replicas
+    return tree.unflatten(slice_batch(leaves, parts, whole)[replica])
 
 
 def _mean_or_first(first: Array, *others: Array) -> Array:
@@ -295,7 +311,8 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
 
     compare_grads(grads, plain)
     compare("model_state", model_state, *(new or [()]), coarsest=coarsest)
-    compared = [f"equals gradient accumulation on one device, {config.schedule.num_microbatches} microbatches, leaf by leaf"]
+    count = len(batch) if isinstance(batch, Microbatches) else config.schedule.num_microbatches
+    compared = [f"equals gradient accumulation on one device, {count} microbatches, leaf by leaf"]
     reason = "" if engine.preparer.is_whole(batch, key) else "its loss is not known to be a mean over the examples"
     reason = "its microbatches have random keys of their own" if key is not None else reason
     reason = "it has collectives between replicas" if traced.graph.communicates else reason

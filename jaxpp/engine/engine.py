@@ -34,10 +34,11 @@ from jaxpp.runtime.place import Placement
 from jaxpp.runtime.processes.channel import agreement, transfers
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.registry import AUTO, with_microbatches
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import calls_host
-from jaxpp.stages.loss.microbatch import batch_avals
+from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, first_of
 from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stacked import Slicing, is_slices
@@ -68,6 +69,7 @@ class Engine:
     def __post_init__(self):
         self._limit = limit_of(self.placement)
         self._shapes = LRU[_AtShape](self.options.max_shapes)
+        self._by_count = LRU[Engine](self.options.max_shapes)
         # What all processes have agreed on. Plans are no measure of that: a process may forecast a step that the others do not.
         self._agreed = LRU[dict[Hashable, Callable[[], None]]](self.options.max_shapes)
 
@@ -78,6 +80,19 @@ class Engine:
         placed = dataclasses.replace(self.placed, base=options.placement)
         preparer = self.preparer.for_schedule(options, placed.placement)
         return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
+
+    def at(self, batch: Batch, key: Key | None) -> "Engine":
+        """The engine whose schedule has as many microbatches as are given in place of a batch; itself for a batch."""
+        schedule = self.options.schedule
+        if not isinstance(batch, Microbatches) or len(batch) == schedule.num_microbatches or not self.options.is_loss:
+            return self
+        return self._by_count.get_or_make(len(batch), lambda: self.with_schedule(self._schedule_for(batch, key)))
+
+    def _schedule_for(self, batch: Microbatches, key: Key | None) -> Schedule:
+        if self.options.schedule.name != AUTO:
+            return with_microbatches(self.options.schedule, len(batch))
+        first = self.preparer.step(Microbatches([first_of(batch)]), key).cuts[0]
+        return made_for(self.options, first, self.programs, len(batch))
 
     def with_remat(self, remat: tuple[RematPolicy, ...] | None, offload: tuple[int | None, ...]) -> "Engine":
         """The same cuts and the same schedule, with stages that keep something else."""
@@ -202,6 +217,8 @@ class Engine:
         watched: bool = False,
     ) -> tuple[Plan, LoweredStep]:
         """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
+        if purpose != "forward" and (other := self.at(batch, key)) is not self:
+            return other.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         shape, watched = (loss_fn, shapes_key(batch, key)), watched or self._limit is not None
         name, kept = (purpose, donate, watched, flags()), self._shapes.find(shape)
         if kept is None or name not in kept.plans:
@@ -257,6 +274,8 @@ class Engine:
         """The lines of a step for a batch of these shapes; nothing is compiled for it."""
         check_key(key)
         train = purpose != "forward"
+        if train and (other := self.at(batch, key)) is not self:
+            return other.lower(purpose, batch, key, loss_fn=loss_fn, donate=donate)
         shape = loss_fn, shapes_key(batch, key)
         kept = self._shapes.find(shape)
         schedule, fused = self.options.schedule, train and self.options.fuse and not any(flags())
@@ -284,7 +303,7 @@ class Engine:
         if jax.process_count() > 1:
             found = with_reports(found, partial(add_reports, builder, self.placement))
         inputs = _read_by(purpose, names).flat()
-        inputs += [Name(CALLER, step.batch_ref(k)) for k in range(len(step.batch))]
+        inputs += step.given
         inputs += [] if key is None else [Name(CALLER, Ref(Role.KEY))]
         return LoweredStep(bind_lines(builder, self.placement), step, inputs, found)
 
@@ -355,7 +374,7 @@ class Engine:
         given = batch_leaves(batch)
         check_leaves(lowered, batch, given)
         if self.placement.num_replicas > 1:
-            given, keys = split_over_replicas(given, keys, self.placement.num_replicas, step.shared)
+            given, keys = split_over_replicas(given, keys, self.placement.num_replicas, step.whole)
         if step.weights is not None and not step.weights.looked:
             step.weights.look(given)
         return [*_read_by(purpose, leaves).flat(), *given, *keys]

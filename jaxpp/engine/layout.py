@@ -21,9 +21,9 @@ from jaxpp.errors import ArgumentError, BatchError, warn
 from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gradients
 from jaxpp.optim.update import Update, opt_name
 from jaxpp.options import Options
-from jaxpp.plan.builder import Name
-from jaxpp.plan.microbatch_weights import weigh
-from jaxpp.plan.step import Leaves, Step, param_name, state_name
+from jaxpp.plan.builder import CALLER, Name
+from jaxpp.plan.microbatch_weights import given_weights, weigh
+from jaxpp.plan.step import Leaves, Step, given_names, param_name, state_name
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
 from jaxpp.runtime.place import Placement, undivided_warning
@@ -43,10 +43,21 @@ from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.jaxpr import describe, shapes_of
 from jaxpp.stages.layers import rows_between, slices_between
 from jaxpp.stages.loss.aux import Reducer, check_aux
-from jaxpp.stages.loss.microbatch import Split, batch_avals, check_batch, check_shared, resized, scale_dtype, sizes, split_any
+from jaxpp.stages.loss.microbatch import (
+    Microbatches,
+    Split,
+    batch_avals,
+    check_batch,
+    check_shared,
+    first_of,
+    resized,
+    scale_dtype,
+    sizes,
+    split_any,
+)
 from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_floating, key_implementation
 from jaxpp.stages.own_params import Joint, num_own, num_shared
-from jaxpp.stages.program import Pack, Program, Role
+from jaxpp.stages.program import Pack, Program, Ref, Role
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stacked import Slicing
 from jaxpp.types import Aval, Batch, Home, Key, LossFn, Params, Tree
@@ -146,9 +157,9 @@ def lay_out(
         frozen = unread_gradients(optimizer, avals_of(variables[0]), jax.ShapeDtypeStruct((), scale_dtype()))
     tracing, schedule = Tracing(options, frozen), options.schedule
     tracing.check_key_taken(options.loss_fn, key)
-    check_shared(batch, options.shared)
-    size = _split_of(options, batch, train=options.is_loss).sizes[0]
-    given, microbatch = tuple(map(avals_of, variables)), resized(batch_avals(batch), size, tracing.shared(batch))
+    check_shared(first_of(batch), options.shared)
+    size, first_part = _split_of(options, batch, train=options.is_loss).sizes[0], first_of(batch)
+    given, microbatch = tuple(map(avals_of, variables)), resized(batch_avals(first_part), size, tracing.shared(first_part))
     layered = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
     rows = _by_row(given[1:], layered.stacked_state)
     if rows.any:  # each row is a leaf, so that cuts may lie between two layers
@@ -393,6 +404,8 @@ def speed_up(schedule: Schedule, placement: Placement, cut: CutLoss) -> float:
 def _split_of(options: Options, batch: Batch, *, train: bool) -> Split:
     """How a batch is divided; for a step so that each replica's microbatches have as many examples as another's."""
     counts = options.schedule.num_microbatches, options.placement.num_replicas
+    if isinstance(batch, Microbatches):
+        return Split(tuple(check_batch(part, 1, counts[1], options.shared, f"microbatch {i}") for i, part in enumerate(batch)))
     if not train:
         return split_any(check_batch(batch, 1, shared=options.shared), *counts)
     return Split(sizes(check_batch(batch, *counts, options.shared), counts[0]))
@@ -519,6 +532,8 @@ class Preparer:
     def is_whole(self, batch: Batch, key: Key | None) -> bool:
         """Whether the loss of a step is known to be that of the whole batch of these shapes."""
         options, shared = self.options, self.tracing.shared(batch)
+        if isinstance(batch, Microbatches):
+            return False
         parts = [resized(batch_avals(batch), size, shared) for size in dict.fromkeys(_split_of(options, batch, train=True).sizes)]
         losses = [(self.cut_for(options.loss_fn, part, key, train=True).loss, part) for part in parts]
         return all(self.tracing.merge(loss, options.loss_fn, self.layout.variables, part, key).whole for loss, part in losses)
@@ -538,24 +553,35 @@ class Preparer:
         options, layout = self.options, self.layout
         chosen = loss_fn or options.loss_fn
         self.tracing.check_key_taken(chosen, key)
-        split, shared = _split_of(options, batch, train=train), self.tracing.shared(batch)
-
-        parts = split.sizes
-        batch = resized(batch_avals(batch), sum(parts), shared)
-        different = tuple(dict.fromkeys(parts))
-        cuts = tuple(self.cut_for(chosen, resized(batch, size, shared), key, train=train) for size in different)
+        split, shared = _split_of(options, batch, train=train), self.tracing.shared(first_of(batch))
+        batch, apart, replicas = batch_avals(batch), isinstance(batch, Microbatches), self.placement.num_replicas
+        if isinstance(batch, Microbatches):
+            parts = [resized(part, size, shared) for part, size in zip(batch, split.sizes, strict=True)]
+            batch = Microbatches(parts, batch.weights)
+        else:
+            batch = resized(batch, sum(split.sizes), shared)
+            parts = [resized(batch, size, shared) for size in split.sizes]
+        shapes = [shapes_key(part, None) for part in parts]
+        different = dict(zip(shapes, parts, strict=True))
+        cuts = tuple(self.cut_for(chosen, part, key, train=train) for part in different.values())
         check_aux([cut.loss for cut in cuts], cuts[0].reducers)
         if split.num_idle and any(cut.loss.graph.communicates for cut in cuts):
             count = self.placement.num_replicas
             rule, fix = "collectives between replicas need as many examples on each", f"pass a multiple of {count} examples"
             raise BatchError("batch", rule, f"{split.num_examples(count)} examples for {count} replicas", fix)
-        weights = None if layout.weight is None else weigh(layout.weight, batch, shared, split, self.placement.num_replicas)
+        leaves = jax.tree.leaves(batch)
+        given = list(given_names(len(jax.tree.leaves(parts[0])), shared, len(parts) if apart else None))
+        if len(given) < len(leaves):  # their weights are the last
+            given.append(Name(CALLER, Ref(Role.BATCH, len(jax.tree.leaves(parts[0])), shared=True)))
+            weights = given_weights(leaves[-1], given[-1], len(leaves) - 1, replicas)
+        else:
+            weights = None if layout.weight is None else weigh(layout.weight, batch, given, shared, split, replicas)
         return Step(
             cuts=cuts,
-            variants=tuple(different.index(size) for size in parts),
+            variants=tuple(list(different).index(shape) for shape in shapes),
             split=split,
             owner=layout.owner,
-            num_replicas=self.placement.num_replicas,
+            num_replicas=replicas,
             num_shards=self.placement.num_shards,
             own=self.placement.own,
             divided=layout.divided,
@@ -563,8 +589,10 @@ class Preparer:
             params=tuple(jax.tree.leaves(layout.params)),
             state=tuple(layout.state_shapes),
             state_owner=layout.state_owner,
-            batch=tuple(jax.tree.leaves(batch)),
+            batch=tuple(leaves),
+            given=tuple(given),
             shared=shared,
+            apart=apart,
             key=None if key is None else jax.eval_shape(raw_key, key),
             implementation=key_implementation(key),
             summed=options.reduction == "sum",

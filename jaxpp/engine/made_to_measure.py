@@ -17,10 +17,10 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 
 
-def made_for(options: Options, cut: CutLoss, programs: Programs) -> Schedule:
-    """The schedule of a pipeline whose loss was cut so."""
+def made_for(options: Options, cut: CutLoss, programs: Programs, num_microbatches: int | None = None) -> Schedule:
+    """The schedule of a pipeline whose loss was cut so, of as many microbatches as its options say unless given."""
     before, costs = options.schedule, stage_costs(options, cut, programs)
-    ranks, microbatches, kept = before.num_ranks, before.num_microbatches, costs.residuals
+    ranks, microbatches, kept = before.num_ranks, num_microbatches or before.num_microbatches, costs.residuals
     own = [sum(size for size, owner in zip(kept, before.stage_to_rank, strict=True) if owner == rank) for rank in range(ranks)]
     return synthesise(
         ranks,

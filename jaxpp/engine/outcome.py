@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import jax
 
 from jaxpp.errors import BatchError
-from jaxpp.plan.builder import CALLER, Name
+from jaxpp.plan.builder import Name
 from jaxpp.plan.step import Leaves, Step, total_name
 from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.edges import unaliased
@@ -94,12 +94,13 @@ def batch_leaves(batch: Batch) -> list[Leaf]:
 
 
 def leaves_read(lowered: LoweredStep) -> Mapping[int, Sequence[BoundLine]]:
-    """The numbers of the batch leaves that stages of this process read, and the lines that bring each of them to its stages."""
+    """The places of the batch leaves that stages of this process read, and the lines that bring each of them to its stages."""
+    places = {name: place for place, name in enumerate(lowered.step.given)}
     found: dict[int, list[BoundLine]] = {}
     for line in lowered.bound.lines:
         for name in line.inputs:
-            if name.stage == CALLER and name.ref.role == Role.BATCH and line.place.is_here:
-                found.setdefault(name.ref.index, []).append(line)
+            if name in places and line.place.is_here:
+                found.setdefault(places[name], []).append(line)
     return found
 
 
@@ -114,7 +115,7 @@ def check_leaves(lowered: LoweredStep, batch: Batch, leaves: Sequence[Leaf]) -> 
         for line in lines.get(k, ()):
             lacks = "is a shape without values"
             if isinstance(leaf, LocalRows):
-                split = replicas > 1 and k not in lowered.step.shared
+                split = replicas > 1 and k not in lowered.step.whole
                 row = (leaf.split(replicas) if split else leaf).lacks(line.place.home(line.outputs[0].ref))
                 if row is None:
                     continue

@@ -24,7 +24,7 @@ from jaxpp.forward.capacity import capacity
 from jaxpp.forward.functions import Functions
 from jaxpp.forward.prompts import Continuation, chunk_sizes
 from jaxpp.forward.sampling import NextToken, NextTokenFn, NextTokensFn, SequenceCarry, takes_history
-from jaxpp.plan.builder import CALLER, Builder, Line, Name, last_uses
+from jaxpp.plan.builder import Builder, Line, Name, last_uses
 from jaxpp.plan.lower import forward_actions, lower
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Leaves, Step, state_name
@@ -142,8 +142,7 @@ class Passes:
         made = {name for line in lasting.lines for name in line.outputs}
         wanted = [name for name in dict.fromkeys(name for line in builder.lines for name in line.inputs) if name in made]
         values = self._lasting.values(engine, lasting, wanted)
-        batch_names = (Name(CALLER, step.batch_ref(k)) for k in range(len(step.batch)))
-        inputs = (*engine.placed.names.all_params, *wanted, *carry, *batch_names)
+        inputs = (*engine.placed.names.all_params, *wanted, *carry, *step.given)
         what = f"for a pass of {', '.join(str(tuple(leaf.shape)) for leaf in jax.tree.leaves(batch))}"
         bound = bind_lines(builder, engine.placement)
         plan, bound = _compile(engine, bound, inputs, outputs, dict(zip(wanted, values, strict=True)), what)

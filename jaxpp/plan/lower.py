@@ -23,7 +23,7 @@ from jaxtyping import Float
 
 from jaxpp.errors import CutError, InitError
 from jaxpp.plan.builder import CALLER, Builder, Constant, FusedAction, GroupMean, MemoryCopy, Name
-from jaxpp.plan.step import GradientSums, Step, local_name, param_name, scale_name, state_name, total_name
+from jaxpp.plan.step import GradientSums, Step, param_name, scale_name, state_name, total_name
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded
@@ -91,9 +91,11 @@ def _feed(builder: Builder, lasting: Builder, step: Step) -> None:
     for stage in range(step.num_stages):
         _gather(lasting, step, stage, [leaf for leaf in sorted(read & step.divided) if step.owner[leaf] == stage])
     for stage in range(step.num_stages):
-        refs = [*map(step.batch_ref, step.read(stage, Role.BATCH)), *(Ref(Role.KEY, k) for k in step.read(stage, Role.KEY))]
-        for ref in refs:
-            builder.send(f"send {ref.role} {ref.index} to stage {stage}", Name(CALLER, ref), Name(stage, ref))
+        names = [name for leaf in step.read(stage, Role.BATCH) for name in step.batch_names(stage, leaf)]
+        names += [Name(stage, Ref(Role.KEY, k)) for k in step.read(stage, Role.KEY)]
+        for name in sorted(names, key=lambda name: name.microbatch):
+            what = f"{name.ref.role} {name.ref.index}" + f" of microbatch {name.microbatch}" * (name.microbatch >= 0)
+            builder.send(f"send {what} to stage {stage}", name._replace(stage=CALLER), name)
         for k in step.read(stage, Role.LOSS_SCALE):
             builder.send(f"send loss scale to stage {stage}", scale_name(step.loss_stage, k), scale_name(stage, k))
         for leaf in step.read(stage, Role.PARAM):
@@ -127,11 +129,11 @@ def _begin(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], la
     """One program for all that a stage does once per step; with ``lasting``, what depends on parameters alone is another."""
     statics = []
     for variant, code in enumerate(step.codes(stage)):
-        constants = {local_name(stage, Ref(Role.CONSTANT, k), -1, variant): Constant(v) for k, v in enumerate(code.constants)}
+        constants = {step.local_name(stage, Ref(Role.CONSTANT, k), -1, variant): Constant(v) for k, v in enumerate(code.constants)}
         for target in (builder, lasting or builder):
             target.constants |= constants
-        inputs = [local_name(stage, ref, -1, variant) for ref in code.statics.inputs]
-        outputs = [local_name(stage, ref, -1, variant) for ref in code.statics.outputs]
+        inputs = [step.local_name(stage, ref, -1, variant) for ref in code.statics.inputs]
+        outputs = [step.local_name(stage, ref, -1, variant) for ref in code.statics.outputs]
         if lasting is None:
             statics.append(_Part(code.statics.function, inputs, code.statics.avals, outputs))
         elif outputs:
@@ -158,6 +160,8 @@ def _begin(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], la
 
 def _batch(builder: Builder, step: Step, stage: int) -> list[_Part]:
     leaves = [k for k in step.read(stage, Role.BATCH) if k not in step.shared]
+    if step.apart:
+        return []
     names, count = [Name(stage, Ref(Role.BATCH, k)) for k in leaves], len(step.sizes)
     if count == 1:
         for k, whole in zip(leaves, names, strict=True):
@@ -193,7 +197,8 @@ def _scales(builder: Builder, step: Step, stage: int) -> list[_Part]:
         return []
     source, here = Name(step.loss_stage, Ref(Role.SCALE)), Name(stage, Ref(Role.SCALE))
     if stage == step.loss_stage:
-        builder.compute("weigh", step.weigh, stage, [Name(stage, ref) for ref in step.weigh.inputs], [source], ())
+        names_in = [Name(stage, replace(ref, peer=-1), ref.peer) for ref in step.weigh.inputs]
+        builder.compute("weigh", step.weigh, stage, names_in, [source], ())
     else:
         builder.send(f"send scales to stage {stage}", source, here)
 
@@ -251,8 +256,7 @@ class _Offloading:
 
     def _moving(self, action: Action) -> list[Name]:
         stage, _, i = action
-        variant = self._step.variants[i]
-        code = self._step.cuts[variant].stages[stage]
+        code = self._step.cuts[self._step.variants[i]].stages[stage]
         made = {ref for ref in code.forward.outputs if ref.role == Role.RESIDUAL}
         refs: dict[Ref, None] = {}
         for backward in code.backward.values():
@@ -260,7 +264,7 @@ class _Offloading:
                 plain = not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
                 if plain and (ref in made or ref.role == Role.ACTIVATION):
                     refs[ref] = None
-        return [local_name(stage, ref, i, variant) for ref in refs]
+        return [self._step.local_name(stage, ref, i) for ref in refs]
 
 
 def _act(
@@ -268,10 +272,9 @@ def _act(
 ) -> None:
     stage, _, i = action
     last = action if fused is None else fused.action
-    variant, label = step.variants[i], str(last)
-    cut = step.cuts[variant]
-    inputs = offloading.current([local_name(stage, ref, i, variant) for ref in program.inputs])
-    outputs = [local_name(stage, ref, i + (ref.role == Role.STATE), variant) for ref in program.outputs]
+    label, cut = str(last), step.cuts[step.variants[i]]
+    inputs = offloading.current([step.local_name(stage, ref, i) for ref in program.inputs])
+    outputs = [step.local_name(stage, ref, i + (ref.role == Role.STATE), step.variants[i]) for ref in program.outputs]
     outputs = [name._replace(microbatch=i) if name.ref.role == Role.GRAD and name.ref.peer == stage else name for name in outputs]
     builder.compute(label if fused is None else f"{action} {last}", program, stage, inputs, outputs, action=action, fused=fused)
     for ref in program.outputs:

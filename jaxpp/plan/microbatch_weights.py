@@ -5,7 +5,7 @@ Weights without a mean make a step of NaN: constant ones are refused when traced
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,12 @@ from jax.extend.core import Literal
 from jax.typing import ArrayLike
 
 from jaxpp.errors import LossError
+from jaxpp.plan.builder import Name
 from jaxpp.stages.graph import Graph, descendants, trace
 from jaxpp.stages.jaxpr import describe, shapes_of, variables
-from jaxpp.stages.loss.microbatch import Split, scale_dtype, slice_batch
+from jaxpp.stages.loss.microbatch import Microbatches, Split, first_of, scale_dtype, slice_batch
 from jaxpp.stages.program import Program, Ref, Role
-from jaxpp.types import Array, Batch, Leaf
+from jaxpp.types import Array, Aval, Batch, Leaf
 
 
 @dataclass
@@ -27,30 +28,48 @@ class Weights:
 
     program: Program  # computes each microbatch's share of the total weight, from the batch leaves it needs
     run: Callable[..., list[Array]]  # computes the weights themselves, from the same leaves
+    places: tuple[int, ...]  # of these leaves among all that are given
     looked: bool = False
 
     def look(self, leaves: Sequence[Leaf]) -> None:
         """Refuse the first batch if its weights have no mean; a batch of which parts are in other processes is not looked at."""
-        used = [leaves[ref.index] for ref in self.program.inputs]
+        used = [leaves[place] for place in self.places]
         if all(map(_is_whole, used)):
             _check([float(value) for value in jax.jit(self.run)(*map(_on_host, used))])
         self.looked = True
 
 
-def weigh(weight: Callable[[Batch], ArrayLike], batch: Batch, shared: Collection[int], split: Split, num_replicas: int) -> Weights:
-    """What computes every microbatch's share of the total weight; the leaves of a batch of several replicas have these in front."""
-    parts = split.sizes
-    leaves, tree = jax.tree.flatten(batch)
-    lead = (num_replicas,) if num_replicas > 1 else ()
-    for k in set(range(len(leaves))).difference(shared):
-        leaves[k] = jax.ShapeDtypeStruct((*lead, *leaves[k].shape), leaves[k].dtype, weak_type=leaves[k].weak_type)
+def weigh(
+    weight: Callable[[Batch], ArrayLike],
+    batch: Batch,
+    given: Sequence[Name],
+    shared: Collection[int],
+    split: Split,
+    num_replicas: int,
+) -> Weights:
+    """What computes every microbatch's share of the total weight, from leaves that are ``given`` by these names.
 
-    def scales(*batch_leaves: Array) -> list[Array]:
-        rows = [batch_leaves]
+    The leaves of a batch of several replicas have these in front.
+    """
+    parts, tree = split.sizes, jax.tree.structure(first_of(batch))
+    leaves, count = list(jax.tree.leaves(batch)), tree.num_leaves
+    lead = (num_replicas,) if num_replicas > 1 else ()
+    for place, name in enumerate(given):
+        if not name.ref.shared:
+            leaf = leaves[place]
+            leaves[place] = jax.ShapeDtypeStruct((*lead, *leaf.shape), leaf.dtype, weak_type=leaf.weak_type)
+
+    def pieces(row: Sequence[Array]) -> Sequence[Sequence[Leaf]]:
+        if isinstance(batch, Microbatches):
+            return [row[k : k + count] for k in range(0, len(row), count)]
+        return slice_batch(row, parts, shared)
+
+    def scales(*values: Array) -> list[Array]:
+        rows = [values]
         if lead:
-            rows = [[leaf if k in shared else leaf[r] for k, leaf in enumerate(batch_leaves)] for r in range(num_replicas)]
-        pieces = [piece for leaves in rows for piece in slice_batch(leaves, parts, shared)]
-        weights = [jnp.asarray(weight(tree.unflatten(piece))) for piece in pieces]
+            pairs = list(zip(values, given, strict=True))
+            rows = [[leaf if name.ref.shared else leaf[r] for leaf, name in pairs] for r in range(num_replicas)]
+        weights = [jnp.asarray(weight(tree.unflatten(piece))) for row in rows for piece in pieces(row)]
         if odd := [describe(value) for value in weights if value.shape != ()]:
             raise LossError("weight", "a weight is one scalar a microbatch", odd[0], "reduce it, for example with .sum()")
         counts = np.ones((num_replicas, len(parts)))
@@ -64,10 +83,21 @@ def weigh(weight: Callable[[Batch], ArrayLike], batch: Batch, shared: Collection
     used = [k for k, var in enumerate(graph.inputs) if var in read]
     run = graph.function(range(len(graph.eqns)), [*(graph.inputs[k] for k in used), *graph.constants], graph.outputs)
     values = list(graph.constants.values())
-    refs = tuple(Ref(Role.BATCH, k, shared=k in shared) for k in used)
+    refs = tuple(replace(given[place].ref, peer=given[place].microbatch) for place in used)
     shapes = shapes_of(leaves[k] for k in used)
     program = Program(lambda *args: run(*args, *values)[:1], refs, (Ref(Role.SCALE),), shapes, spans=bool(lead), name="weigh")
-    return Weights(program, lambda *args: run(*args, *values)[1:])
+    return Weights(program, lambda *args: run(*args, *values)[1:], tuple(used))
+
+
+def given_weights(aval: Aval, name: Name, place: int, num_replicas: int) -> Weights:
+    """The shares of weights that are given as the last leaf of the microbatches; what replicas have of one weighs the same."""
+
+    def scales(weights: Array) -> list[Array]:
+        shares = (weights / weights.sum() / num_replicas).astype(scale_dtype())
+        return [shares if num_replicas == 1 else jnp.broadcast_to(shares, (num_replicas, *shares.shape))]
+
+    program = Program(scales, (name.ref,), (Ref(Role.SCALE),), shapes_of([aval]), spans=num_replicas > 1, name="weigh")
+    return Weights(program, list, (place,))
 
 
 def _check_constants(graph: Graph) -> None:

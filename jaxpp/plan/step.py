@@ -1,13 +1,13 @@
 """A ``Step``, a cut loss at every microbatch size of a batch with the owners of all leaves; ``Leaves``; and the names of values."""
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
-from jaxpp.plan.builder import FusedAction, Name
+from jaxpp.plan.builder import CALLER, FusedAction, Name
 from jaxpp.plan.microbatch_weights import Weights
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.cost import count_bytes
@@ -96,7 +96,9 @@ class Step:
     state: tuple[Aval, ...]  # shape of each model state leaf
     state_owner: tuple[int, ...]  # the stage that keeps each model state leaf between steps
     batch: tuple[Aval, ...]  # shape of each leaf of a replica's part of the batch
-    shared: frozenset[int]  # the batch leaves that every microbatch gets as they are
+    given: tuple[Name, ...]  # what each of them is called, before it is sent to the stages
+    shared: frozenset[int]  # the leaves that every microbatch of a whole batch gets as they are, and every replica
+    apart: bool  # whether the microbatches are given one by one
     key: Aval | None  # shape of the raw key, or None
     implementation: str | None  # of the key, if it was typed
     weights: Weights | None  # of the microbatches, computed from batch leaves; None when sizes decide
@@ -130,9 +132,21 @@ class Step:
         """The stage that returns the loss, and keeps its scale."""
         return self.num_stages - 1
 
-    def batch_ref(self, leaf: int) -> Ref:
-        """What a batch leaf is called."""
-        return Ref(Role.BATCH, leaf, shared=leaf in self.shared)
+    def batch_names(self, stage: int, leaf: int) -> list[Name]:
+        """What a leaf of the batch is called where a stage reads it, or of each microbatch if these are given one by one."""
+        return [name._replace(stage=stage) for name in self.given if name.ref.index == leaf]
+
+    @property
+    def whole(self) -> frozenset[int]:
+        """The places, among all leaves that are given, of those that every replica gets as they are."""
+        return frozenset(place for place, name in enumerate(self.given) if name.ref.shared)
+
+    def local_name(self, stage: int, ref: Ref, microbatch: int, variant: int | None = None) -> Name:
+        """What a program of a stage calls ``ref``, for a microbatch of a variant, which is that of the microbatch unless given."""
+        if ref.role in (Role.STATIC, Role.CONSTANT):
+            return Name(stage, Ref(ref.role, ref.index, self.variants[microbatch] if variant is None else variant))
+        own = ref.role in PER_MICROBATCH and (not ref.shared or (self.apart and ref.role == Role.BATCH))
+        return Name(stage, ref, microbatch if own else -1)
 
     def codes(self, stage: int) -> list[StageCode]:
         """The stage's programs, once a variant."""
@@ -269,8 +283,7 @@ def scale_name(stage: int, leaf: int) -> Name:
     return Name(stage, Ref(Role.LOSS_SCALE, leaf))
 
 
-def local_name(stage: int, ref: Ref, microbatch: int, variant: int) -> Name:
-    """What a program of a stage calls ``ref``, for one microbatch of one variant."""
-    if ref.role in (Role.STATIC, Role.CONSTANT):
-        return Name(stage, Ref(ref.role, ref.index, variant))
-    return Name(stage, ref, microbatch if ref.role in PER_MICROBATCH and not ref.shared else -1)
+def given_names(num_leaves: int, shared: Collection[int], count: int | None = None) -> Iterator[Name]:
+    """What the leaves of a batch are called when they are given; ``count``: of so many microbatches, one after another."""
+    for microbatch in range(-1, 0) if count is None else range(count):
+        yield from (Name(CALLER, Ref(Role.BATCH, k, shared=k in shared), microbatch) for k in range(num_leaves))

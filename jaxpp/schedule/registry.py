@@ -412,6 +412,21 @@ def make_for_stages(name: str, *, num_stages: int, num_microbatches: int) -> Sch
     return make(name, num_ranks=num_stages // v, num_microbatches=num_microbatches)
 
 
+def with_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
+    """A schedule that was made by its name, for another number of microbatches.
+
+    Raises:
+        ScheduleError: its rows are others than those of that name, or there is no such schedule of so many microbatches.
+    """
+    ranks, v = schedule.num_ranks, schedule.num_stages // schedule.num_ranks
+    if schedule.name not in SCHEDULES or make(schedule.name, ranks, schedule.num_microbatches, v) != schedule:
+        rule = "rows that were written for one number of microbatches say nothing of another"
+        got = f"{num_microbatches} microbatches, and rows of {schedule.num_microbatches}"
+        fix = "pass as many microbatches as the rows have, or the name of a schedule"
+        raise ScheduleError(f"schedule={schedule.name!r}", rule, got, fix)
+    return make(schedule.name, ranks, num_microbatches, v)
+
+
 def _find(name: str) -> Recipe:
     if isinstance(name, str) and name in SCHEDULES:
         return SCHEDULES[name]

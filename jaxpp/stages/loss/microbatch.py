@@ -3,18 +3,23 @@
 The batch is split along axis 0 into ``num_microbatches`` parts whose sizes differ by at most one, larger ones first. Every
 microbatch gets all of numbers and *shared* leaves. An evaluation takes any number of examples: fewer than microbatches make fewer
 microbatches, and a remainder that the replicas cannot share makes a last one of one example each; idle replicas repeat one.
+``Microbatches`` are a batch that its user has split.
 """
 
 import difflib
 import fnmatch
 import itertools
-from collections.abc import Collection, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.tree_util import KeyPath
+from jax.tree_util import GetAttrKey, KeyPath, SequenceKey
+from jax.typing import ArrayLike
 from jaxtyping import Int, UInt32
 
 from jaxpp.errors import BatchError
@@ -30,6 +35,99 @@ def sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     """Sizes of the microbatches: ``sizes(10, 4)`` is ``(3, 3, 2, 2)``."""
     size, rest = divmod(batch_size, num_microbatches)
     return tuple(size + (i < rest) for i in range(num_microbatches))
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Microbatches:
+    """Microbatches of your own, in place of a batch: ``pipe.step(state, jaxpp.Microbatches([...]), key)``.
+
+    Nothing is split, padded or put together: microbatch i of the step is item i, of whatever shape it has, and the schedule of the
+    pipeline is that of so many microbatches, whatever ``num_microbatches`` says. Each stage is compiled once for each shape, so
+    sequences of any length are best put into a few lengths ("buckets"). Of several replicas, each gets its part of the rows of
+    every microbatch.
+
+    The loss of the step is the mean of the microbatches' losses by their weights, and with ``reduction="sum"`` their sum.
+
+    Args:
+        batches: trees of arrays or numbers, all of one structure, the first axis of each array the examples of that microbatch. An
+            iterator is read to its end.
+        weights: how much each microbatch counts, float[microbatches], such as the numbers of their tokens; they take the place of
+            the pipeline's ``weight``. Default: what ``weight`` says, or the numbers of their examples.
+
+    Raises:
+        BatchError: no microbatches, trees of different structures, or weights that have no mean.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> lengths = (8, 8, 4)
+        >>> jaxpp.Microbatches([{"tokens": jnp.zeros((2, n), int)} for n in lengths], weights=lengths)
+        Microbatches(3: 2 of ['tokens'] i32[2,8], 1 of ['tokens'] i32[2,4])
+    """
+
+    batches: tuple[Batch, ...]
+    weights: ArrayLike | None
+
+    def __init__(self, batches: Iterable[Batch], weights: ArrayLike | Sequence[float] | None = None):
+        where, rule = "Microbatches(batches)", "microbatches are a list of trees of arrays, one tree each"
+        if isinstance(batches, (Array, np.ndarray, Mapping, str, Microbatches)) or not isinstance(batches, Iterable):
+            got = f"an array of {len(batches)}" if isinstance(batches, (Array, np.ndarray)) else type(batches).__name__
+            raise BatchError(where, rule, got, "pass jaxpp.Microbatches([first, second, ...])")
+        self.batches = tuple(batches)
+        if not self.batches:
+            raise BatchError(where, rule, "none", "leave out a step without microbatches")
+        first = jax.tree.structure(self.batches[0])
+        for k, batch in enumerate(self.batches):
+            if (found := jax.tree.structure(batch)) != first:
+                got = [f"microbatch 0: {first}", f"microbatch {k}: {found}"]
+                raise BatchError(where, "all microbatches are trees of one structure", got, "give each the same items")
+        self.weights = None if weights is None else self._checked(weights)
+
+    def _checked(self, weights: ArrayLike | Sequence[float]) -> ArrayLike:
+        given = weights if isinstance(weights, (Array, jax.ShapeDtypeStruct)) else np.asarray(weights, scale_dtype())
+        where, rule = "Microbatches(weights=...)", "the weights are a number for each microbatch"
+        if given.shape != (len(self),):
+            raise BatchError(where, rule, f"{describe(given)} for {len(self)} microbatches", "pass a list of as many numbers")
+        values = given.tolist() if isinstance(given, np.ndarray) else []
+        if values and not (all(map(math.isfinite, values)) and sum(values) != 0):
+            rule = "the loss is a mean over microbatches, so their weights are finite numbers that do not add up to 0"
+            got = [f"microbatch {k}: {value:g}" for k, value in enumerate(values)]
+            raise BatchError(where, rule, got, "pass how much of each counts, such as the number of its tokens")
+        return given
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+    def __getitem__(self, number: int) -> Batch:
+        return self.batches[number]
+
+    def __repr__(self) -> str:
+        def of(batch: Batch) -> str:
+            leaves = jax.tree_util.tree_leaves_with_path(batch)
+            shown = (describe(leaf) if hasattr(leaf, "dtype") else repr(leaf) for _, leaf in leaves)
+            return ", ".join(f"{jax.tree_util.keystr(path)} {what}".strip() for (path, _), what in zip(leaves, shown, strict=True))
+
+        counts = Counter(map(of, self.batches))
+        return f"Microbatches({len(self)}: {', '.join(f'{count} of {what}' for what, count in counts.items())})"
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Tree]], None]:
+        """For JAX: the microbatches, in their order, and the weights."""
+        return [*((SequenceKey(k), batch) for k, batch in enumerate(self.batches)), (GetAttrKey("weights"), self.weights)], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Sequence[Tree]) -> "Microbatches":
+        """For JAX: of what it was flattened to, whatever stands in the place of arrays."""
+        self = object.__new__(cls)
+        *batches, self.weights = children
+        self.batches = tuple(batches)
+        return self
+
+
+def first_of(batch: Batch) -> Batch:
+    """The first of microbatches; a batch that is still to be split, as it is."""
+    return batch[0] if isinstance(batch, Microbatches) else batch
 
 
 class Split(NamedTuple):
@@ -109,14 +207,18 @@ def check_shared(batch: Batch, names: Sequence[str]) -> None:
         raise BatchError(where, rule, near, "use paths like these", listed)
 
 
-def check_batch(batch: Batch, num_microbatches: int, num_replicas: int = 1, shared: Sequence[str] = ()) -> int:
+def check_batch(
+    batch: Batch, num_microbatches: int, num_replicas: int = 1, shared: Sequence[str] = (), called: str = "batch"
+) -> int:
     """The number of examples in a replica's part of a batch, of arrays or shapes; the leaves named ``shared`` are not split."""
-    size = _check_leaves(batch, shared)
+    size = _check_leaves(batch, shared, called)
     counted, per_replica = f"{size} example{'s' * (size != 1)}", f", {num_replicas} replicas"
-    where = f"batch, num_microbatches={num_microbatches}"
+    where = f"{called}, num_microbatches={num_microbatches}"
     if size % num_replicas:
         rule, fix = "each replica gets as many examples as the others", max(size - size % num_replicas, num_replicas)
-        raise BatchError(f"batch{per_replica}", rule, f"{counted} for {num_replicas} replicas", f"pass a batch of {fix} examples")
+        raise BatchError(
+            f"{called}{per_replica}", rule, f"{counted} for {num_replicas} replicas", f"pass a batch of {fix} examples"
+        )
     if num_replicas > 1 and size // num_replicas < num_microbatches:
         rule = "each microbatch of each replica needs at least one example"
         fix = f"pass a batch of {num_replicas * num_microbatches} examples or more"
@@ -127,32 +229,32 @@ def check_batch(batch: Batch, num_microbatches: int, num_replicas: int = 1, shar
     return size // num_replicas
 
 
-def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
+def _check_leaves(batch: Batch, names: Sequence[str], called: str) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
-        raise BatchError("batch", "a batch is a tree of arrays", "a tree without leaves", "pass the arrays of one batch")
+        raise BatchError(called, "a batch is a tree of arrays", "a tree without leaves", "pass the arrays of one batch")
     arrays = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, _NUMBER)]
-    wrong = wrong_leaves("batch", arrays, lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+    wrong = wrong_leaves(called, arrays, lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
     if wrong:
         rule = "every batch leaf is an array whose first axis counts the examples, or a number for all of them"
-        raise BatchError("batch", rule, wrong, "leave out what is neither, or let the function close over it")
+        raise BatchError(called, rule, wrong, "leave out what is neither, or let the function close over it")
     lists = [
-        f"batch{jax.tree_util.keystr(path)}: a list of {_items(node)}"
+        f"{called}{jax.tree_util.keystr(path)}: a list of {_items(node)}"
         for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_list)
         if _is_list(node)
     ]
     if lists:
         rule = "a batch is a tree of arrays, and to JAX a list is no array but a tree with one leaf an item"
-        raise BatchError("batch", rule, lists, "make arrays of the lists, nested ones included, with np.asarray")
+        raise BatchError(called, rule, lists, "make arrays of the lists, nested ones included, with np.asarray")
     shared = shared_leaves(batch, names)
     described = [
-        f"batch{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else f'the number {leaf!r}'}"
+        f"{called}{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else f'the number {leaf!r}'}"
         + " (shared)" * (k in shared and bool(getattr(leaf, "shape", ())))
         for k, (path, leaf) in enumerate(leaves)
     ]
     if len(shared) == len(leaves):
         rule = "at least one batch leaf is an array whose first axis counts the examples"
-        raise BatchError("batch", rule, described, "pass arrays, and leave the leaf with the examples out of shared=(...)")
+        raise BatchError(called, rule, described, "pass arrays, and leave the leaf with the examples out of shared=(...)")
     lengths = {leaf.shape[0] for k, (_, leaf) in enumerate(leaves) if k not in shared}
     if len(lengths) > 1:
         fix = (
@@ -160,9 +262,9 @@ def _check_leaves(batch: Batch, names: Sequence[str]) -> int:
             "along a new first axis and jax.vmap the function over it; name what is the same for all examples: "
             'shared=("beta", "graph/*")'
         )
-        raise BatchError("batch", "all batch leaves have the same first axis, the number of examples", described, fix)
+        raise BatchError(called, "all batch leaves have the same first axis, the number of examples", described, fix)
     if lengths == {0}:
-        raise BatchError("batch", "a batch has at least one example", "0 examples", "leave the empty batch out")
+        raise BatchError(called, "a batch has at least one example", "0 examples", "leave the empty batch out")
     return lengths.pop()
 
 
