@@ -315,6 +315,7 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
     compared = [f"equals gradient accumulation on one device, {count} microbatches, leaf by leaf"]
     reason = "" if engine.preparer.is_whole(batch, key) else "its loss is not known to be a mean over the examples"
     reason = "its microbatches have random keys of their own" if key is not None else reason
+    reason = "its microbatches were given one by one" if isinstance(batch, Microbatches) else reason
     reason = "it has collectives between replicas" if traced.graph.communicates else reason
     reason = reason or (
         "it has a model state, a loss scale or sets of a bank" if config.has_state or config.loss_scale or groups else ""

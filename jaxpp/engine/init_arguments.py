@@ -21,6 +21,7 @@ from jaxpp.runtime.edges import put
 from jaxpp.runtime.processes.channel import agreement
 from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loss.microbatch import first_of
 from jaxpp.stages.loss.traced_loss import check_floating
 from jaxpp.types import Array, Batch, Home, Key, Leaf, Tree
 
@@ -85,7 +86,7 @@ def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> InitAr
         return InitArguments(init_or_params, args[0], where=where)
     if len(args) == 2 and callable(init_or_params) and _may_be_key(args[0]) and kinds[2] not in (_FUNCTION, _KEY):
         check_key(args[0])
-        made, line = with_inputs(where, init_or_params, args[1])
+        made, line = with_inputs(where, init_or_params, first_of(args[1]))
         return InitArguments(made, args[1], args[0], where, line)
     raise _wrong_init(where, ", ".join(kinds))
 

@@ -21,7 +21,7 @@ from jaxpp.errors import ArgumentError, BatchError, warn
 from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gradients
 from jaxpp.optim.update import Update, opt_name
 from jaxpp.options import Options
-from jaxpp.plan.builder import CALLER, Name
+from jaxpp.plan.builder import CALLER, Constant, Name
 from jaxpp.plan.microbatch_weights import given_weights, weigh
 from jaxpp.plan.step import Leaves, Step, given_names, param_name, state_name
 from jaxpp.runtime.compile import Programs
@@ -167,7 +167,8 @@ def lay_out(
     if options.cuts is None and like is None:
         check_giant(layered, schedule.num_stages)
     specs = specs_of(options.shardings, variables[0], options.axes)
-    found = _Layouts(options, optimizer, given, microbatch, key, frozen, like, specs, rows)
+    own = batch if isinstance(batch, Microbatches) else None
+    found = _Layouts(options, optimizer, given, own, microbatch, key, frozen, like, specs, rows)
     layout, first = found.at(layered)
     if options.cuts is not None or schedule.num_stages == 1 or like is not None:
         return layout, microbatch, first
@@ -196,6 +197,7 @@ class _Layouts:
     options: Options
     optimizer: optax.GradientTransformation | None
     given: tuple[Tree, ...]
+    own: Microbatches | None  # that were given, rather than a batch
     microbatch: Batch
     key: Key | None
     frozen: frozenset[int]
@@ -222,7 +224,7 @@ class _Layouts:
         loss = replace(loss, step=step) if loss.primitives == spine else self._estimated(loss)
         if like or loss.primitives != spine:
             cuts = self._choose(loss, variables[0], specs, tracing.frozen)
-        merge = tracing.merge(loss, options.loss_fn, variables, self.microbatch, self.key)
+        merge = tracing.merge(loss, options.loss_fn, variables, self.microbatch, self.key, self.own)
         if loss.graph.communicates and options.placement.num_replicas > 1 and (merge.weight or num_own(variables[0])):
             rule = "a collective mixes what the losses of replicas depend on, and these must weigh the same"
             got = "weights of microbatches" if merge.weight else "replicas with parameters of their own"
@@ -487,6 +489,7 @@ class Preparer:
         self._cuts = LRU[CutLoss](4 * options.max_shapes)  # a shape has microbatches of two sizes, to train and to evaluate
         self._cuts.put((options.loss_fn, shapes_key(microbatch, key), options.is_loss), first)
         self._known_programs: WeakValueDictionary[Hashable, Program] = WeakValueDictionary()
+        self._known_constants: WeakValueDictionary[int, Constant] = WeakValueDictionary()
 
     def for_schedule(self, options: Options, placement: Placement) -> "Preparer":
         """The same cuts and groups, for another schedule of the same stages."""
@@ -572,6 +575,9 @@ class Preparer:
         leaves = jax.tree.leaves(batch)
         given = list(given_names(len(jax.tree.leaves(parts[0])), shared, len(parts) if apart else None))
         if len(given) < len(leaves):  # their weights are the last
+            if options.reduction == "sum":
+                rule = "the losses of all microbatches are added, so none has a weight"
+                raise BatchError("Microbatches(weights=...)", rule, 'reduction="sum"', "leave the weights or the reduction out")
             given.append(Name(CALLER, Ref(Role.BATCH, len(jax.tree.leaves(parts[0])), shared=True)))
             weights = given_weights(leaves[-1], given[-1], len(leaves) - 1, replicas)
         else:
@@ -597,5 +603,6 @@ class Preparer:
             implementation=key_implementation(key),
             summed=options.reduction == "sum",
             known=self._known_programs,
+            constants=self._known_constants,
             weights=weights,
         )

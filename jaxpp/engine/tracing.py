@@ -17,7 +17,7 @@ from jaxpp.stages.graph import ancestors
 from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.stages.loss.aux import Reducer, reducers_of
 from jaxpp.stages.loss.example_axis import Examples, MicrobatchWarning, advice, follow, judge, place_of
-from jaxpp.stages.loss.microbatch import batch_avals, num_examples, resized, shared_leaves
+from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, num_examples, resized, shared_leaves
 from jaxpp.stages.loss.rng_key import KeyArgument, key_argument, name_of
 from jaxpp.stages.loss.traced_loss import TracedLoss, trace_loss
 from jaxpp.types import Batch, Key, Leaf, LossFn, Tree
@@ -149,10 +149,18 @@ class Tracing:
         given |= {"pack": options.placement.num_shards == 1, "train": options.is_loss, "rates": rates_of(options.devices[0])}
         return cut(loss, cuts, owner, reducers=reducers, **(given | known))
 
-    def merge(self, loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None) -> "Merge":
-        """How the losses and aux values of the microbatches become those of the step."""
+    def merge(
+        self,
+        loss: TracedLoss,
+        loss_fn: LossFn,
+        variables: Sequence[Tree],
+        microbatch: Batch,
+        key: Key | None,
+        given: Microbatches | None = None,
+    ) -> "Merge":
+        """How the losses and aux values of the microbatches, if not split off a batch those ``given``, become those of the step."""
         options, own = self.options, loss_fn == self.options.loss_fn
-        count = options.schedule.num_microbatches * options.placement.num_replicas
+        count = (options.schedule.num_microbatches if given is None else len(given)) * options.placement.num_replicas
         summed, automatic = options.reduction == "sum", options.weight == "auto"
         size = num_examples(jax.tree.leaves(microbatch), loss.shared)
         trial = None if count == 1 else self._trial(loss, loss_fn, variables, microbatch, key, count)
@@ -166,7 +174,7 @@ class Tracing:
         if automatic and verdict.what == "count" and verdict.divisor is not None and verdict.divisor.var is not None:
             place = place_of(trial.loss.graph, verdict.divisor.var)
             whole, weight = trial.whole, _Counted(self, loss_fn, tuple(variables), key, place, verdict.divisor.degree or 0)
-        elif not callable(options.weight) or verdict.what == "mixed":
+        elif (given is None or given.weights is None) and (not callable(options.weight) or verdict.what == "mixed"):
             paths = jax.tree_util.tree_leaves_with_path(microbatch)
             leaves = [f"batch{jax.tree_util.keystr(path)}" for path, _ in paths]
             told = advice(trial.loss, verdict, count, options.reduction, leaves)

@@ -10,7 +10,7 @@ one device, nor on the host, and every leaf has the bits that ``jax.jit(init)(ke
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -120,6 +120,7 @@ def _same(*values: Array) -> list[Array]:
 
 class _Part(NamedTuple):
     function: Callable[..., Sequence[Array]]
+    does: Hashable  # equal for functions that do the same; None if that cannot be said
     inputs: Sequence[Name]
     avals: Sequence[Aval]
     outputs: Sequence[Name]
@@ -127,18 +128,23 @@ class _Part(NamedTuple):
 
 def _begin(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], lasting: Builder | None) -> None:
     """One program for all that a stage does once per step; with ``lasting``, what depends on parameters alone is another."""
-    statics = []
+    statics, made = [], set[Name]()
     for variant, code in enumerate(step.codes(stage)):
-        constants = {step.local_name(stage, Ref(Role.CONSTANT, k), -1, variant): Constant(v) for k, v in enumerate(code.constants)}
+        values = enumerate(code.constants)
+        constants = {step.local_name(stage, Ref(Role.CONSTANT, k), -1, variant): step.constant(value) for k, value in values}
         for target in (builder, lasting or builder):
             target.constants |= constants
         inputs = [step.local_name(stage, ref, -1, variant) for ref in code.statics.inputs]
         outputs = [step.local_name(stage, ref, -1, variant) for ref in code.statics.outputs]
-        if lasting is None:
-            statics.append(_Part(code.statics.function, inputs, code.statics.avals, outputs))
-        elif outputs:
-            lasting.compute(f"parameters of stage {stage}", code.statics, stage, inputs, outputs, ())
-    zeros = _Part(functools.partial(_zeros, totals.values()), [], [], [Name(stage, ref) for ref in totals])
+        if lasting is None and variant == 0:
+            statics.append(_Part(code.statics.function, code.statics.does, inputs, code.statics.avals, outputs))
+        elif fresh := tuple(k for k, name in enumerate(outputs) if name not in made):
+            program = step.once(("statics", code.statics, fresh), functools.partial(_returning, code.statics, fresh))
+            names = [outputs[k] for k in fresh]
+            (lasting or builder).compute(f"parameters of stage {stage}", program, stage, inputs, names, ())
+        made |= set(outputs)
+    shapes = tuple(totals.values())
+    zeros = _Part(functools.partial(_zeros, shapes), ("zeros", *shapes), [], [], [Name(stage, ref) for ref in totals])
     parts = [*statics, *_batch(builder, step, stage), *_keys(builder, step, stage), *_scales(builder, step, stage), zeros]
     parts = [part for part in parts if part.outputs]
     if not parts:
@@ -154,8 +160,20 @@ def _begin(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], la
     names_out = [name for part in parts for name in part.outputs]
     avals = shapes_of(aval for part in parts for aval in part.avals)
     refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
-    program = Program(begin, *refs, avals, name=f"begin_stage_{stage}")
+    does = None if any(part.does is None for part in parts) else tuple((part.does, len(part.inputs)) for part in parts)
+    program = Program(ComparableFunction(begin, does), *refs, avals, name=f"begin_stage_{stage}")
     builder.compute(f"begin stage {stage}", program, stage, names_in, names_out, ())
+
+
+def _returning(program: Program, chosen: Sequence[int]) -> Program:
+    """A program that returns some of the results of another one."""
+
+    def run(*args: Array) -> list[Array]:
+        results = program.function(*args)
+        return [results[k] for k in chosen]
+
+    function = ComparableFunction(run, program.does and (program.does, *chosen))
+    return replace(program, function=function, outputs=tuple(program.outputs[k] for k in chosen))
 
 
 def _batch(builder: Builder, step: Step, stage: int) -> list[_Part]:
@@ -171,7 +189,8 @@ def _batch(builder: Builder, step: Step, stage: int) -> list[_Part]:
     def split(*batch: Array) -> list[Array]:
         return [piece for row in slice_batch(batch, step.sizes) for piece in row]
 
-    return [_Part(split, names, [step.batch[k] for k in leaves], [n._replace(microbatch=i) for i in range(count) for n in names])]
+    made = [name._replace(microbatch=i) for i in range(count) for name in names]
+    return [_Part(split, ("split", step.sizes, len(names)), names, [step.batch[k] for k in leaves], made)]
 
 
 def _keys(builder: Builder, step: Step, stage: int) -> list[_Part]:
@@ -187,7 +206,8 @@ def _keys(builder: Builder, step: Step, stage: int) -> list[_Part]:
     def fold(key: Array, replica: Array | int = 0) -> list[Array]:
         return fold_keys(key, step.implementation, replica * count, count)
 
-    return [_Part(fold, names, avals, [Name(stage, Ref(Role.KEY), i) for i in range(count)])]
+    does = "fold", step.implementation, count, step.num_replicas
+    return [_Part(fold, does, names, avals, [Name(stage, Ref(Role.KEY), i) for i in range(count)])]
 
 
 def _scales(builder: Builder, step: Step, stage: int) -> list[_Part]:
@@ -205,7 +225,7 @@ def _scales(builder: Builder, step: Step, stage: int) -> list[_Part]:
     def divided(scales: Float[Array, " microbatches"]) -> list[Float[Array, ""]]:
         return [scales[i] for i in range(len(names))]
 
-    return [_Part(divided, [here], [jax.ShapeDtypeStruct((len(names),), scale_dtype())], names)]
+    return [_Part(divided, ("divide", len(names)), [here], [jax.ShapeDtypeStruct((len(names),), scale_dtype())], names)]
 
 
 def _shares(step: Step) -> list[Constant]:

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from jaxpp.errors import LossError
 from jaxpp.plan.builder import Name
+from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.graph import Graph, descendants, trace
 from jaxpp.stages.jaxpr import describe, shapes_of, variables
 from jaxpp.stages.loss.microbatch import Microbatches, Split, first_of, scale_dtype, slice_batch
@@ -85,7 +86,9 @@ def weigh(
     values = list(graph.constants.values())
     refs = tuple(replace(given[place].ref, peer=given[place].microbatch) for place in used)
     shapes = shapes_of(leaves[k] for k in used)
-    program = Program(lambda *args: run(*args, *values)[:1], refs, (Ref(Role.SCALE),), shapes, spans=bool(lead), name="weigh")
+    does = fingerprint(graph.eqns, [graph.inputs[k] for k in used], graph.outputs[:1], graph.constants)
+    scale = ComparableFunction(lambda *args: run(*args, *values)[:1], does)
+    program = Program(scale, refs, (Ref(Role.SCALE),), shapes, spans=bool(lead), name="weigh")
     return Weights(program, lambda *args: run(*args, *values)[1:], tuple(used))
 
 
@@ -96,7 +99,8 @@ def given_weights(aval: Aval, name: Name, place: int, num_replicas: int) -> Weig
         shares = (weights / weights.sum() / num_replicas).astype(scale_dtype())
         return [shares if num_replicas == 1 else jnp.broadcast_to(shares, (num_replicas, *shares.shape))]
 
-    program = Program(scales, (name.ref,), (Ref(Role.SCALE),), shapes_of([aval]), spans=num_replicas > 1, name="weigh")
+    function, shapes = ComparableFunction(scales, ("shares", num_replicas)), shapes_of([aval])
+    program = Program(function, (name.ref,), (Ref(Role.SCALE),), shapes, spans=num_replicas > 1, name="weigh")
     return Weights(program, list, (place,))
 
 

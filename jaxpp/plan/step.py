@@ -7,7 +7,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
-from jaxpp.plan.builder import CALLER, FusedAction, Name
+from jaxpp.plan.builder import CALLER, Constant, FusedAction, Name
 from jaxpp.plan.microbatch_weights import Weights
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.cost import count_bytes
@@ -15,7 +15,7 @@ from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.loss.microbatch import Split
 from jaxpp.stages.program import ACCUMULATED, PER_MICROBATCH, Pack, Program, Ref, Role
 from jaxpp.stages.stage import StageCode
-from jaxpp.types import Aval
+from jaxpp.types import Array, Aval
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
@@ -104,6 +104,7 @@ class Step:
     weights: Weights | None  # of the microbatches, computed from batch leaves; None when sizes decide
     summed: bool  # whether the loss of the step is the sum over microbatches, not their mean
     known: MutableMapping[Hashable, Program]  # those that are the same for batches of all sizes, by what they do
+    constants: MutableMapping[int, Constant]  # what the loss closed over, at any size, by ``id``
 
     @property
     def weigh(self) -> Program | None:
@@ -121,6 +122,10 @@ class Step:
         if program is None:
             program = self.known[key] = make()
         return program
+
+    def constant(self, value: Array) -> Constant:
+        """An array that the loss closed over, which is put on a device once for the batches of all sizes."""
+        return self.constants.setdefault(id(value), Constant(value))
 
     @property
     def num_stages(self) -> int:
@@ -144,9 +149,24 @@ class Step:
     def local_name(self, stage: int, ref: Ref, microbatch: int, variant: int | None = None) -> Name:
         """What a program of a stage calls ``ref``, for a microbatch of a variant, which is that of the microbatch unless given."""
         if ref.role in (Role.STATIC, Role.CONSTANT):
-            return Name(stage, Ref(ref.role, ref.index, self.variants[microbatch] if variant is None else variant))
+            return self._lasting[stage, self.variants[microbatch] if variant is None else variant, ref]
         own = ref.role in PER_MICROBATCH and (not ref.shared or (self.apart and ref.role == Role.BATCH))
         return Name(stage, ref, microbatch if own else -1)
+
+    @cached_property
+    def _lasting(self) -> dict[tuple[int, int, Ref], Name]:
+        """What each stage calls the constants and statics of each variant; those that are the same have the name of the first."""
+        names, known = dict[tuple[int, int, Ref], Name](), dict[Hashable, Name]()
+        for stage, variant in itertools.product(range(self.num_stages), range(len(self.cuts))):
+            code = self.cuts[variant].stages[stage]
+            constants = {Ref(Role.CONSTANT, k): id(value) for k, value in enumerate(code.constants)}
+            for ref in (*constants, *code.statics.outputs):
+                name, does = Name(stage, replace(ref, peer=variant)), constants.get(ref)
+                if ref in code.static_does:
+                    made, inputs = code.static_does[ref]
+                    does = made, tuple(constants.get(given, given) for given in inputs)
+                names[stage, variant, ref] = name if does is None else known.setdefault((stage, does), name)
+        return names
 
     def codes(self, stage: int) -> list[StageCode]:
         """The stage's programs, once a variant."""

@@ -8,7 +8,7 @@ falls out of an equation of I (a ``scan``) is summed there. A stage whose input 
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TypeVar
@@ -20,7 +20,7 @@ from jax.extend.core import Var
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.estimate import CPU_RATES, Rates, seconds_of
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
-from jaxpp.stages.graph import Graph, Piece, descendants, partition, trace
+from jaxpp.stages.graph import Graph, Piece, descendants, live, partition, trace
 from jaxpp.stages.jaxpr import CHEAP, LAYOUT, Atom, aval_of, calls_host, kind_of, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import TracedLoss, cheap_values
@@ -48,6 +48,7 @@ class StageCode:
 
     index: int
     statics: Program  # computes, once per step, what depends on parameters alone
+    static_does: Mapping[Ref, tuple[Hashable, tuple[Ref, ...]]]  # by result, what tells equal ones; and of what made
     forward: Program  # of one microbatch; returns what is sent on, and the residuals
     backward: Mapping[str, Backward]  # of one microbatch, by kind: B, I and W, those that have anything to do
     fused: Fused | None  # F and B as one program, where B waits for no other stage: that of the loss
@@ -116,6 +117,7 @@ class StageBuilder:
         return StageCode(
             index=stage,
             statics=programs.statics(),
+            static_does=programs.static_does(),
             forward=programs.forward(programs.small if self.train else ()),
             backward={kind: program for kind, program in backward.items() if program is not None},
             fused=programs.fused(packs) if backward.get("B") else None,
@@ -342,6 +344,22 @@ class StagePrograms:
         program = packed(Program(run, inputs, outputs, shapes_of(piece.inputs), env=graph.env), (), self._small_statics)
         function = ComparableFunction(program.function, does and (does, self._small_statics))
         return replace(program, function=function, name=f"stage_{self.stage}_statics")
+
+    def static_does(self) -> dict[Ref, tuple[Hashable, tuple[Ref, ...]]]:
+        """What makes each result of the statics, and of which arguments; without those of which that cannot be said."""
+        piece, graph, does = self._piece(_STATICS), self.traced.graph, dict[Ref, tuple[Hashable, tuple[Ref, ...]]]()
+        part = replace(graph, eqns=tuple(graph.eqns[i] for i in piece.eqns), names=tuple(graph.names[i] for i in piece.eqns))
+        for var in piece.outputs:
+            alone = live(replace(part, outputs=(var,)))
+            needed = {*variables(atom for eqn in alone.eqns for atom in eqn.invars), var}
+            inputs = [given for given in piece.inputs if given in needed]
+            if made := fingerprint(alone.eqns, inputs, [var]):
+                does[self.refs[var]] = made, tuple(self.refs[given] for given in inputs)
+        for pack in self._small_statics:
+            if all(ref in does for ref in pack.members):
+                made, inputs = zip(*(does[ref] for ref in pack.members), strict=True)
+                does[pack.ref] = made, tuple(itertools.chain(*inputs))
+        return does
 
     def forward(self, packs: Sequence[Pack]) -> Program:
         """Runs one microbatch's forward, and returns its small residuals in ``packs``."""

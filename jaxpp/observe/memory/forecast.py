@@ -33,7 +33,7 @@ from jaxpp.schedule.action import Kind
 from jaxpp.schedule.forward import forward
 from jaxpp.schedule.registry import SCHEDULES, make_for_stages
 from jaxpp.stages.by_hand import scope
-from jaxpp.stages.loss.microbatch import batch_avals, check_batch, resized
+from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, check_batch, first_of, resized
 from jaxpp.stages.remat import offload_of, policies_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
@@ -218,7 +218,7 @@ def forecast(
     waits for the next step (the prefetched set of a bank), each time that they are named. ``base`` is the engine that trains the
     parameters, for forwards of another function: its optimizer's state lives there too.
     """
-    room = room_of(engine, room)
+    room, engine = room_of(engine, room), engine.at(batch, key)
     liveness = liveness_of_all(engine, batch, key, purpose)
     end = len(liveness.lines) + 1
     beside = [] if base is None else optimizer_lives(base, end)
@@ -269,7 +269,7 @@ def _changes(now: Forecast, engine: Engine, batch: Batch, key: Key | None, room:
         moved[what] = max(copied.values(), default=0)
         share = options.schedule.num_microbatches / new.schedule.num_microbatches
         share *= options.schedule.num_stages / new.schedule.num_stages
-        share *= check_batch(smaller, 1, shared=options.shared) / check_batch(batch, 1, shared=options.shared)
+        share *= _examples(options, smaller) / _examples(options, batch)
         again = new.remat != options.remat
         extra = {device: round(share * (own + again * residuals)) for device, (own, residuals) in needs.items()}
         return tuple(liveness.most(device) + extra.get(device, max(extra.values())) for device in liveness.devices)
@@ -305,7 +305,7 @@ def _seconds(options: Options, batch: Batch, purpose: Purpose) -> float:
     """A step on the virtual clock, in parts of the forward of the whole batch: F, I and W take the same, recomputing an F more."""
     schedule, again = options.schedule, [kept.recomputes for kept in options.remat or ()]
     if purpose != "update":
-        count = min(schedule.num_microbatches, check_batch(batch, 1, shared=options.shared))
+        count = len(batch) if isinstance(batch, Microbatches) else min(schedule.num_microbatches, _examples(options, batch))
         schedule, again = forward(schedule.num_stages, count), []
     once = (1.0,) * schedule.num_stages
     costs = StepCosts({Kind.F: once, Kind.I: once, Kind.W: once})
@@ -327,8 +327,8 @@ def _step_trials(now: Options, batch: Batch) -> Iterator[_Trial]:
         yield _Trial("offload", 'remat="offload"', offloading, batch)
     if name not in SCHEDULES:
         return
-    count = microbatches * 2
-    while count <= min(check_batch(batch, 1, shared=now.shared), _MOST_MICROBATCHES):
+    count, most = microbatches * 2, 0 if isinstance(batch, Microbatches) else min(_examples(now, batch), _MOST_MICROBATCHES)
+    while count <= most:
         for options in _scheduled(now, name, stages, count):
             yield _Trial("microbatches", f"num_microbatches={count}", options, batch)
         for options in _scheduled(now, name, stages, count, **ways("recompute", stages)):
@@ -344,7 +344,9 @@ def _forward_trials(engine: Engine, batch: Batch) -> Iterator[_Trial]:
     """Changes of forwards: smaller batches; and for a ``Forward``, whose own they are, more microbatches and more stages."""
     now, shared = engine.options, engine.preparer.tracing.shared(batch)
     stages, microbatches = now.schedule.num_stages, now.schedule.num_microbatches
-    examples = check_batch(batch, 1, shared=now.shared)
+    if isinstance(batch, Microbatches):
+        return
+    examples = _examples(now, batch)
     count = examples // 2
     while count:
         yield _Trial("batch", f"batches of {count}", now, resized(batch_avals(batch), count, shared))
@@ -359,6 +361,11 @@ def _forward_trials(engine: Engine, batch: Batch) -> Iterator[_Trial]:
     if 2 * stages <= len(now.devices):
         options = dataclasses.replace(now, schedule=forward(2 * stages, microbatches), cuts=None, remat=None, offload=())
         yield _Trial("stages", _stages(now, 2 * stages), options, batch)
+
+
+def _examples(options: Options, batch: Batch) -> int:
+    """The examples of a batch, or of the first of microbatches."""
+    return check_batch(first_of(batch), 1, shared=options.shared)
 
 
 def _stages(now: Options, count: int) -> str:

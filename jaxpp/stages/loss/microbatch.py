@@ -25,7 +25,7 @@ from jaxtyping import Int, UInt32
 from jaxpp.errors import BatchError
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import path_name, wrong_leaves
-from jaxpp.types import Batch, DType, Leaf, Tree
+from jaxpp.types import Aval, Batch, DType, Leaf, Tree
 
 _SHOWN = 8
 _NUMBER = (bool, int, float, complex)
@@ -65,9 +65,9 @@ class Microbatches:
     """
 
     batches: tuple[Batch, ...]
-    weights: ArrayLike | None
+    weights: ArrayLike | Aval | None
 
-    def __init__(self, batches: Iterable[Batch], weights: ArrayLike | Sequence[float] | None = None):
+    def __init__(self, batches: Iterable[Batch], weights: ArrayLike | Aval | Sequence[int | float] | None = None):
         where, rule = "Microbatches(batches)", "microbatches are a list of trees of arrays, one tree each"
         if isinstance(batches, (Array, np.ndarray, Mapping, str, Microbatches)) or not isinstance(batches, Iterable):
             got = f"an array of {len(batches)}" if isinstance(batches, (Array, np.ndarray)) else type(batches).__name__
@@ -82,7 +82,7 @@ class Microbatches:
                 raise BatchError(where, "all microbatches are trees of one structure", got, "give each the same items")
         self.weights = None if weights is None else self._checked(weights)
 
-    def _checked(self, weights: ArrayLike | Sequence[float]) -> ArrayLike:
+    def _checked(self, weights: ArrayLike | Aval | Sequence[int | float]) -> ArrayLike | Aval:
         given = weights if isinstance(weights, (Array, jax.ShapeDtypeStruct)) else np.asarray(weights, scale_dtype())
         where, rule = "Microbatches(weights=...)", "the weights are a number for each microbatch"
         if given.shape != (len(self),):
@@ -211,6 +211,10 @@ def check_batch(
     batch: Batch, num_microbatches: int, num_replicas: int = 1, shared: Sequence[str] = (), called: str = "batch"
 ) -> int:
     """The number of examples in a replica's part of a batch, of arrays or shapes; the leaves named ``shared`` are not split."""
+    if isinstance(batch, Microbatches):
+        rule = "only a step of a loss takes microbatches of your own: step, evaluate, verify, profile, forecast, value_and_grad"
+        fix = "pass one batch; pipe.stream(state, batches, fn) takes batches of different lengths, one after another"
+        raise BatchError(called, rule, repr(batch), fix)
     size = _check_leaves(batch, shared, called)
     counted, per_replica = f"{size} example{'s' * (size != 1)}", f", {num_replicas} replicas"
     where = f"{called}, num_microbatches={num_microbatches}"
