@@ -358,7 +358,8 @@ class Pipeline(Forward):
                 are reused, so it is consumed, but only if the step succeeds up to the optimizer. If some of its arrays live
                 elsewhere than this pipeline's do, all are copied and none is consumed.
             batch: a tree of arrays with one leading axis, the examples, of any size that gives each microbatch one example. Leaves
-                without an axis (``{"x": ..., "beta": 0.5}``) go to every microbatch; changing their values compiles nothing.
+                without an axis (``{"x": ..., "beta": 0.5}``) go to every microbatch; changing their values compiles nothing. Or
+                ``jaxpp.Microbatches``, a list of batches of any shapes, each of which is a microbatch.
             key: required if the loss takes one without ``key=None``. Microbatch i gets ``jax.random.fold_in(key, i)``.
             task: with a bank, the set that the step uses and changes (whatever ``donate`` is), or a list with one for each replica.
             donate: False keeps the old state alive, at the price of a second copy.

@@ -29,7 +29,7 @@ DOCUMENTS = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHA
 NOTEBOOKS = {"course": "experiments/notebooks", "how-to": "docs/how-to"}
 """The folders of the site that hold notebooks, and where their sources are."""
 REFERENCE = {
-    "Training": ["training", "Pipeline", "State", "Metrics", "Tuning", "Bank", "Offload"],
+    "Training": ["training", "Pipeline", "State", "Metrics", "Tuning", "Bank", "Microbatches", "Offload"],
     "Predicting": ["predicting", "Forward", "Stream", "Generation", "Token", "Sampling", "History"],
     "Schedules": ["schedules", "Schedule", "Simulation", "Action", "Kind"],
     "Observing": [

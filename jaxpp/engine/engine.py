@@ -260,12 +260,16 @@ class Engine:
         return tuple(plan for kept in self._shapes.values() for plan in kept.plans.values())
 
     def _keep(self, shape: Hashable, change: Callable[[_AtShape], object]) -> _AtShape:
-        """Keep something for a shape; the least recently used shape may be forgotten for it, with the cuts that no other uses."""
+        """Keep something for a shape; the least recently used shape may be forgotten for it, with the cuts that no other uses.
+
+        Microbatches that are given one by one come in ever new orders of the same shapes, whose cuts stay.
+        """
         kept = self._shapes.find(shape) or _AtShape()
         change(kept)
-        if self._shapes.put(shape, kept):
-            used = {id(cut) for at in self._shapes.values() for step, _ in at.steps.values() for cut in step.cuts}
-            self.preparer.forget(used)
+        full, apart = self._shapes.put(shape, kept), any(step.apart for step, _ in kept.steps.values())
+        if full and not apart:
+            shapes = [at for engine in (self, *self._by_count.values()) for at in engine._shapes.values()]
+            self.preparer.forget({id(cut) for at in shapes for step, _ in at.steps.values() for cut in step.cuts})
         return kept
 
     def lower(
