@@ -9,7 +9,7 @@ the norm of a leaf, becomes the sum of the slices' sums. Whatever else combines 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ from jaxpp.stages.jaxpr import (
     new_variable,
     scan_of,
 )
-from jaxpp.types import Array
+from jaxpp.types import Array, Tree
 
 MOVABLE = 1024  # the most elements of a value that may move between stages in an update
 
@@ -106,7 +106,7 @@ class _Way(NamedTuple):
     reads: _Alongs  # each operand
     makes: _Alongs  # each result
     join: Callable[[Array, Array], Array] | None = None  # the whole result of those of two parts; None: all parts make the same
-    changes: Callable[[int], dict[str, Any]] = lambda _: {}  # the parameters of the equation that are others for a part
+    changes: Callable[[int], dict[str, Tree]] = lambda _: {}  # the parameters of the equation that are others for a part
 
 
 class _Body:
@@ -216,7 +216,7 @@ class _Body:
         eqn: JaxprEqn,
         operands: Sequence[Atom],
         shapes: Sequence[tuple[int, ...] | None] | None = None,
-        changes: Mapping[str, Any] | None = None,
+        changes: Mapping[str, Tree] | None = None,
     ) -> list[Var]:
         results = [new_variable(out, shape) for out, shape in zip(eqn.outvars, shapes or [None] * len(eqn.outvars), strict=True)]
         new = eqn.replace(invars=list(operands), outvars=list(results), params={**eqn.params, **(changes or {})})

@@ -45,7 +45,7 @@ OPTIMIZERS = {
     "muon": with_dimensions,
     "muon of each head": lambda: muon(1e-2, muon_weight_dimension_numbers=by_head),
     "muon with a choice in its loop": lambda: with_dimensions(preconditioning="schatten", consistent_rms=0.2),
-    "muon by singular values": lambda: with_dimensions(preconditioning="spectral", adaptive=True),
+    "muon by singular values": lambda: with_dimensions(preconditioning="spectral"),
     "muon in several steps": lambda: optax.MultiSteps(with_dimensions(), 2),
     "lamb": lambda: optax.lamb(1e-2),
     "lars": lambda: optax.lars(1e-2),
