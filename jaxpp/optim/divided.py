@@ -163,11 +163,17 @@ class _Body:
         way, bits = _way(eqn, divided), functools.reduce(int.__or__, (v.arguments for v in values if isinstance(v, _Divided)))
         made = list[list[Var]]()
         for k in range(len(next(filter(None, divided)).bounds)):
-            operands = [self._part(value, along, k) for value, along in zip(values, way.reads, strict=True)]
+            operands = self._operands(eqn, values, way.reads, k)
             shapes = [along and along.shape(aval_of(out).shape, k) for out, along in zip(eqn.outvars, way.makes, strict=True)]
             made.append(self._emit(eqn, operands, shapes, way.changes(k)))
         for out, along, parts in zip(eqn.outvars, way.makes, zip(*made, strict=True), strict=True):
             self.values[out] = _Divided(along, parts, bits) if along else self._joined(eqn, way, divided, parts)
+
+    def _operands(self, eqn: JaxprEqn, values: Sequence[Atom | _Divided | None], reads: _Alongs, k: int) -> list[Atom]:
+        try:
+            return [self._part(value, along, k) for value, along in zip(values, reads, strict=True)]
+        except _MixedError as error:  # of two operands, one is wanted whole, or divided otherwise
+            raise _MixedError(kind_of(eqn)) from error
 
     def _joined(self, eqn: JaxprEqn, way: _Way, divided: _Alongs, parts: Sequence[Var]) -> Atom:
         if way.join is None:

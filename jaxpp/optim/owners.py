@@ -137,7 +137,10 @@ def _flat(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -
         if found == kept:
             break
         kept = found
-    wrong = made.objections | {k if k < count else k - count - len(opts): odd for k, odd in done.objections.items()}
+    leaf_of = {k: k % (count + len(opts)) for k in range(2 * count + len(opts)) if not count <= k < count + len(opts)}
+    wrong = made.objections | {leaf_of[k]: odd for k, odd in done.objections.items() if k in leaf_of}
+    if done.objections and not wrong:  # to rows that the state alone has
+        wrong = {k: next(iter(done.objections.values())) for k, along in enumerate(held) if along}
     avals = [_divided_shape(aval, along) for aval, along in zip(opts, kept, strict=True)]
     opt_leaves, opt_tree = jax.tree.flatten(whole.opt_tree.unflatten(avals))
     return _Flat(
