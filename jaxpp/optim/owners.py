@@ -361,6 +361,6 @@ def slicing_for(optimizer: optax.GradientTransformation | None, whole: Params, l
         wrong = _flat(optimizer, slicing.of(whole), loss).objections
     if wrong:
         paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(whole)]
-        got = [f"{paths[leaf]}: {odd}" for leaf, odd in sorted(wrong.items())]
+        got = [f"{paths[leaf]}: {odd} combines its layers" for leaf, odd in sorted(wrong.items())]
         raise OptimizerError("optimizer", _ROWWISE, got, _FIX)
     return slicing
