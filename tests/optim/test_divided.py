@@ -96,7 +96,7 @@ def test_any_optimizer_with_any_cuts_stages_and_schedule_equals_one_device(seed)
     rng = np.random.default_rng(seed)
     name, schedule = (str(rng.choice(list(kinds))) for kinds in (OPTIMIZERS, ("gpipe", "1f1b", "zb-h1")))
     num_stages, num_layers = int(rng.integers(2, 5)), int(rng.integers(4, 8))
-    layers = sorted(rng.choice(num_layers - 1, num_stages - 1, replace=False).tolist())
+    layers = sorted(1 + rng.choice(num_layers - 1, num_stages - 1, replace=False))
     cuts = [f"layers[{layer}]" for layer in layers] if rng.integers(2) else None
     options = {"num_stages": num_stages, "num_microbatches": int(rng.choice([1, 2, 4])), "schedule": schedule, "cuts": cuts}
     check(OPTIMIZERS[name](), num_layers=num_layers, **options)
