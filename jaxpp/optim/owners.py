@@ -4,16 +4,17 @@
 depends on no parameter is repeated where it is needed; scalars of several stages meet on stage 0; an equation's *level* counts the
 hops before it, and one program runs per stage and level: adamw, lion, adafactor and lamb need one level, clip_by_global_norm three.
 A state leaf lives with the gradients it is combined with, else on stage 0. A condition over all leaves becomes one choice a leaf.
-An optimizer that treats every row by itself may run on slices of a stacked parameter (``slicing_for``): what happens to a leaf in
-an update traced on the user's tree is compared with what happens to its slices.
+It is the user's tree that the update is traced on: where a stacked parameter is held as slices, its equations are rewritten for
+these (``divided.py``), and ``slicing_for`` asks before whether they can be.
 """
 
 import functools
-import heapq
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,31 +22,37 @@ import optax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.errors import OptimizerError
+from jaxpp.optim.divided import MOVABLE, Along, divided_function
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.optim.update import HUB, Update, UpdateInputs, UpdatePart, flat, refilled
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph, ancestors, marked, trace
-from jaxpp.stages.jaxpr import ELEMENTWISE, Atom, aval_of, branches_of, describe, is_cast, kind_of, number_in, shapes_of, variables
+from jaxpp.stages.jaxpr import ELEMENTWISE, Atom, aval_of, branches_of, describe, kind_of, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import path_name
-from jaxpp.stages.stacked import Slicing, assembled_shapes, slicing_of
+from jaxpp.stages.stacked import Slices, Slicing, assembled_shapes, is_slices, rows, slicing_of
 from jaxpp.types import Array, Aval, Params, Tree
 
 _Sizes = Sequence[tuple[int, ...]]  # for each leaf the rows of each of its slices; empty for one that is not sliced
-_TREE = -1  # among the leaves of which something is wrong: the tree
 _ROWWISE = (
-    "use an elementwise one such as optax.adamw or optax.lion, not in a wrapper that looks at whole arrays; give masks as trees (to"
-    " a function, a parameter's path ends in its rows); write the layers as a Python loop; or pass num_stages=1"
+    "where a loop over layers is cut, each stage updates the rows of its own layers, and of all rows an update may have sums and"
+    " other small values"
 )
-_MOVABLE = 1024  # the most elements of a value that may move between stages in an update
+_FIX = (
+    "let the optimizer treat the layers' axis as a batch (muon_weight_dimension_numbers for optax.contrib.muon, None for stacked"
+    " vectors), give these parameters another one with optax.multi_transform (optax.adamw), write the layers as a Python loop, or"
+    " pass num_stages=1"
+)
+_SPREADING = ELEMENTWISE | {"broadcast_in_dim"}
 _LINE_SEARCH = re.compile(r"missing \d+ required keyword-only arguments?: .*'value_fn'")  # an update that wants to call the loss
 
 
 def unread_gradients(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> frozenset[int]:
     """The parameter leaves whose gradient changes nothing, as with ``optax.set_to_zero``: the optimizer freezes them."""
-    graph, _ = _traced(optimizer, params, loss)
+    flat, leaves = _flat_whole(optimizer, params), jax.tree.leaves(params)
+    graph = _trace_update(flat.update, leaves, flat.opt_leaves, leaves, loss)
     read = ancestors(graph, variables(graph.outputs))
-    return frozenset(k for k, var in enumerate(graph.inputs[: len(jax.tree.leaves(params))]) if var not in read)
+    return frozenset(k for k, var in enumerate(graph.inputs[: len(leaves)]) if var not in read)
 
 
 def plan_update(
@@ -64,8 +71,8 @@ def plan_update(
     Gradients of ``frozen`` leaves are not read; ``counted`` leaves (default: all) count in the reported norm. With ``scaling`` a
     gradient that is not finite changes nothing, nor the model state (``states``: stages and shapes).
     """
-    leaves, tree = jax.tree.flatten(params)
-    plain, opt_leaves, opt_tree = flat_update(optimizer, params)
+    leaves, made = jax.tree.leaves(params), _flat(optimizer, params, loss)
+    opt_leaves, plain = made.opt_leaves, made.update
     counted = range(len(leaves)) if counted is None else counted
     apart = {*frozen, *(k for k in range(len(leaves)) if k not in counted)}
     watched = sorted({stage for leaf, stage in enumerate(owner) if leaf not in apart})
@@ -87,7 +94,7 @@ def plan_update(
         return [jnp.array(leaf, copy=True) for leaf in (*results, *scale, *finite, norm, *squares)]
 
     def init(params: list[Array]) -> list[Array]:
-        return [jnp.array(leaf, copy=True) for leaf in jax.tree.leaves(optimizer.init(tree.unflatten(params)))]
+        return [jnp.array(leaf, copy=True) for leaf in made.init(params)]
 
     scale = () if scaling is None else shapes_of(scaling.init())
     state_owner, state = tuple(stage for stage, _ in states), tuple(shape for _, shape in states)
@@ -100,11 +107,57 @@ def plan_update(
     placer = _Placer(graph, UpdateInputs(*refilled(inputs, graph.inputs)), UpdateInputs(tuple(owner), *others))
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     placed = placer.opt_owner(), placer.parts(paths), tuple(watched), scaling, state_owner, loss_stage
-    return Update(graph, init_graph, opt_tree, tuple(owner), *placed)
+    return Update(graph, init_graph, made.opt_tree, tuple(owner), *placed)
 
 
-def flat_update(optimizer: optax.GradientTransformation, params: Params) -> tuple[Callable[..., list[Array]], list[Aval], Tree]:
-    """The update as a function of flat lists (gradients, state, parameters, loss); and the leaves and tree of the state."""
+class _Flat(NamedTuple):
+    """An optimizer as functions of flat lists: of the leaves of parameters, some of which may be slices."""
+
+    init: Callable[[list[Array]], list[Array]]
+    update: Callable[..., list[Array]]  # gradients, state, parameters, loss
+    opt_leaves: Sequence[Aval]
+    opt_tree: Tree
+    objections: Mapping[int, str] = MappingProxyType({})  # what slices forbid, by leaf of the user's tree
+
+
+def _flat(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> _Flat:
+    nodes = jax.tree.leaves(params, is_leaf=is_slices)
+    whole = _flat_whole(optimizer, assembled_shapes(params))
+    if not any(map(is_slices, nodes)):
+        return whole
+    leaves, count, opts = jax.tree.leaves(assembled_shapes(params)), len(nodes), whole.opt_leaves
+    update = open_conditions(_trace_update(whole.update, leaves, opts, leaves, loss))
+    init, _ = trace(whole.init, leaves)
+    held = [Along(0, tuple(rows(node.sizes)), sum(node.sizes)) if isinstance(node, Slices) else None for node in nodes]
+    kept = list[Along | None]([None] * len(opts))
+    while True:  # until a leaf of the state that is made of slices is read as slices, too
+        made = divided_function(init, held, kept)
+        done = divided_function(update, [*held, *kept, *held, None], [*held, *kept])
+        found = [next(filter(None, each), None) for each in zip(kept, made.found, done.found[count:], strict=True)]
+        if found == kept:
+            break
+        kept = found
+    leaf_of = {k: k % (count + len(opts)) for k in range(2 * count + len(opts)) if not count <= k < count + len(opts)}
+    wrong = made.objections | {leaf_of[k]: odd for k, odd in done.objections.items() if k in leaf_of}
+    if done.objections and not wrong:  # to rows that the state alone has
+        wrong = {k: next(iter(done.objections.values())) for k, along in enumerate(held) if along}
+    avals = [_divided_shape(aval, along) for aval, along in zip(opts, kept, strict=True)]
+    opt_leaves, opt_tree = jax.tree.flatten(whole.opt_tree.unflatten(avals))
+    return _Flat(
+        lambda params: made.run(*params),
+        lambda grads, opt, params, loss: done.run(*grads, *opt, *params, loss),
+        opt_leaves,
+        opt_tree,
+        wrong,
+    )
+
+
+def _divided_shape(aval: Aval, along: Along | None) -> Aval | Slices:
+    sizes = [end - begin for begin, end in along.bounds] if along else []
+    return Slicing((tuple(sizes),)).of([aval])[0]
+
+
+def _flat_whole(optimizer: optax.GradientTransformation, params: Params) -> _Flat:
     tree = jax.tree.structure(params)
     try:
         opt_leaves, opt_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
@@ -113,18 +166,15 @@ def flat_update(optimizer: optax.GradientTransformation, params: Params) -> tupl
         raise
     with_value = optax.with_extra_args_support(optimizer)
 
+    def init(params: list[Array]) -> list[Array]:
+        return jax.tree.leaves(optimizer.init(tree.unflatten(params)))
+
     def update(grads: Sequence[Array], opt: Sequence[Array], params: Sequence[Array], loss: Array) -> list[Array]:
         whole = tree.unflatten(params)
         updates, new_opt = with_value.update(tree.unflatten(grads), opt_tree.unflatten(opt), whole, value=loss)
         return [*jax.tree.leaves(optax.apply_updates(whole, updates)), *jax.tree.leaves(new_opt)]
 
-    return update, opt_leaves, opt_tree
-
-
-def _traced(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> tuple[Graph, Tree]:
-    update, opt_leaves, opt_tree = flat_update(optimizer, params)
-    leaves = jax.tree.leaves(params)
-    return _trace_update(update, leaves, opt_leaves, leaves, loss), opt_tree.unflatten(opt_leaves)
+    return _Flat(init, update, opt_leaves, opt_tree)
 
 
 def _trace_update(update: Callable[..., list[Array]], *shapes: Tree) -> Graph:
@@ -194,9 +244,16 @@ class _Placer:
         place: dict[Var, UpdatePart] = {var: UpdatePart(0, stage) for var, stage in self.stage.items()}
         parts: list[UpdatePart | None] = []
         crossed: list[str] = []
+        spread: dict[Var, Var] = {}  # what is computed where it is read, as it is computed of one small value: that value
+        results = set(variables(self.graph.outputs))
         for eqn in self.graph.eqns:
-            owned = [var for var in variables(eqn.invars) if var in place]
+            owned = [var for var in dict.fromkeys(spread.get(var, var) for var in variables(eqn.invars)) if var in place]
             if not owned:
+                parts.append(None)
+                continue
+            grows = kind_of(eqn) in _SPREADING and MOVABLE >= _size(owned[0]) < _size(eqn.outvars[0])
+            if len(owned) == 1 and grows and results.isdisjoint(eqn.outvars):
+                spread[eqn.outvars[0]] = owned[0]
                 parts.append(None)
                 continue
             stages = {place[var].stage for var in owned}
@@ -204,7 +261,7 @@ class _Placer:
             home = place[largest].stage if len(stages) == 1 or _size(largest) > 1 else HUB
             for var in owned:
                 away = place[var].stage
-                if away != home and _size(var) > _MOVABLE:
+                if away != home and _size(var) > MOVABLE:
                     both = f"{describe(aval_of(largest))} of stage {home}, {describe(aval_of(var))} of stage {away}"
                     crossed.append(f"{eqn.primitive.name}: {both}")
             level = max(place[var].level + (place[var].stage != home and var not in self.stage) for var in owned)
@@ -221,12 +278,18 @@ class _Placer:
         """Each equation at the last level at which it serves its readers, so that no moment is held from one level to the next."""
         users, results = self.graph.users(), set(variables(self.graph.outputs))
         late = list(parts)
+
+        def readers_of(eqn: JaxprEqn) -> Iterator[UpdatePart]:
+            for j in (j for var in eqn.outvars for j in users.get(var, ())):
+                reader = late[j]
+                yield from readers_of(self.graph.eqns[j]) if reader is None else [reader]
+
         for i, eqn in reversed(list(enumerate(self.graph.eqns))):
             part = parts[i]
-            readers = [late[j] for var in eqn.outvars for j in users.get(var, ())]
             large = any(_size(var) > 1 for var in eqn.outvars)
-            if part is not None and large and readers and results.isdisjoint(eqn.outvars):
-                latest = min(reader.level - (reader.stage != part.stage) for reader in readers if reader is not None)
+            readers = list(readers_of(eqn)) if part is not None and large and results.isdisjoint(eqn.outvars) else []
+            if part is not None and readers:
+                latest = min(reader.level - (reader.stage != part.stage) for reader in readers)
                 late[i] = UpdatePart(max(part.level, latest), part.stage)
         return tuple(late)
 
@@ -264,120 +327,40 @@ def _branches(eqn: JaxprEqn) -> list[Callable[..., list[Array]]] | None:
 
 
 def state_bytes(optimizer: optax.GradientTransformation | None, params: Params) -> tuple[int, ...]:
-    """The bytes of the optimizer state that belong to each parameter leaf: those leaves whose path ends in the parameter's."""
-    paths = {path: leaf for leaf, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
+    """The bytes of the optimizer state that belong to each parameter leaf: those leaves whose path ends in the parameter's.
+
+    A slice of a leaf has its share of them.
+    """
+    whole = assembled_shapes(params)
+    paths = {path: leaf for leaf, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(whole))}
     num_bytes = [0] * len(paths)
-    if optimizer is None:
-        return tuple(num_bytes)
-    for path, aval in jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, params)):
+    state = () if optimizer is None else jax.eval_shape(optimizer.init, whole)
+    for path, aval in jax.tree_util.tree_leaves_with_path(state):
         leaf = next((paths[path[k:]] for k in range(len(path) + 1) if path[k:] in paths), None)
         if leaf is not None:
             num_bytes[leaf] += count_bytes(aval)
-    return tuple(num_bytes)
+    nodes = jax.tree.leaves(params, is_leaf=is_slices)
+    shares = [node.sizes if isinstance(node, Slices) else (1,) for node in nodes]
+    return tuple(total * size // sum(sizes) for total, sizes in zip(num_bytes, shares, strict=True) for size in sizes)
 
 
 def slicing_for(optimizer: optax.GradientTransformation | None, whole: Params, loops: _Sizes, single: _Sizes) -> Slicing:
-    """The slices that a pipeline holds, where its optimizer treats the rows of the stacked parameters by themselves.
+    """The slices that a pipeline holds, where its optimizer can update the slices of the stacked parameters.
 
-    Where it does not, what is read row by row (``single``) is held whole, and a cut loop over layers (``loops``) refuses it.
+    Where it cannot, what is read row by row (``single``) is held whole, and a cut loop over layers (``loops``) refuses it.
     """
     slicing = slicing_of(loops, single)
     if optimizer is None or not slicing.any:
         return slicing
-    plain = _Treatments(optimizer, whole)
-    wrong = _objections(optimizer, plain, whole, slicing)
+    loss = jax.ShapeDtypeStruct((), scale_dtype())
+    wrong = _flat(optimizer, slicing.of(whole), loss).objections
     while wrong and any(single):
-        cannot = {leaf for leaf in wrong if leaf != _TREE and single[leaf]} or set(range(len(single)))
+        cannot = {leaf for leaf in wrong if single[leaf]} or set(range(len(single)))
         single = [() if leaf in cannot else sizes for leaf, sizes in enumerate(single)]
         slicing = slicing_of(loops, single)
-        wrong = _objections(optimizer, plain, whole, slicing)
+        wrong = _flat(optimizer, slicing.of(whole), loss).objections
     if wrong:
-        rule = "where a loop over layers is cut, the optimizer treats each layer of a stacked parameter by itself"
-        raise OptimizerError("optimizer", rule, list(wrong.values()), _ROWWISE)
+        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(whole)]
+        got = [f"{paths[leaf]}: {odd} combines its layers" for leaf, odd in sorted(wrong.items())]
+        raise OptimizerError("optimizer", _ROWWISE, got, _FIX)
     return slicing
-
-
-def _objections(optimizer: optax.GradientTransformation, plain: "_Treatments", whole: Params, slicing: Slicing) -> dict[int, str]:
-    """What an optimizer does with sliced leaves that it may not, by leaf; or what is wrong with the trees, under ``_TREE``."""
-    if not slicing.any:
-        return {}
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(whole)]
-    held = slicing.of(whole)
-    try:
-        sliced = _Treatments(optimizer, held)
-    except Exception as error:  # noqa: BLE001  (whatever the optimizer makes of such a tree)
-        return {_TREE: f"{type(error).__name__}: {error}"}
-    wrong: dict[int, str] = {}
-    for leaf, sizes in enumerate(slicing.sizes):
-        if sizes:
-            whole_done, odd, _ = plain.of(leaf)
-            parts = [sliced.of(k) for k in slicing.leaves([leaf])]
-            summed = next((use for _, _, use in parts if use), "")  # of slices: the only leaf's sum is the sum over all, too
-            odd = odd or summed or ("" if all(done == whole_done for done, _, _ in parts) else "other equations for its slices")
-            wrong |= {leaf: f"{paths[leaf]}: {odd}"} if odd else {}
-    if not wrong and assembled_shapes(sliced.state) != plain.state:
-        wrong = {_TREE: "an optimizer state of another structure"}
-    return wrong
-
-
-class _Treatments:
-    def __init__(self, optimizer: optax.GradientTransformation, params: Params):
-        graph, self.state = _traced(optimizer, params, jax.ShapeDtypeStruct((), scale_dtype()))
-        self.graph, self.num_params = open_conditions(graph), len(jax.tree.leaves(params))
-        self.users = self.graph.users()
-        self.opt = len(self.graph.inputs) - self.num_params - 1
-        self.alike = self._alike()
-
-    def _alike(self) -> set[Var]:
-        """The arrays made of scalars alone, each of one number, and those made row by row of them and of optimizer leaves."""
-        even, mates = set[Var](), set(self.graph.inputs[self.num_params : self.opt])
-        for eqn in self.graph.eqns:
-            arrays = [var for var in variables(eqn.invars) if aval_of(var).shape != () and var not in even]
-            if not arrays and (kind_of(eqn) in ELEMENTWISE or kind_of(eqn) == "broadcast_in_dim"):
-                even.update(eqn.outvars)
-            elif mates.issuperset(arrays) and kind_of(eqn) in ELEMENTWISE:
-                mates.update(eqn.outvars)
-        return even | mates
-
-    def of(self, leaf: int) -> tuple[list[tuple[str, list[str]]], str, str]:
-        """What is done to the rows of a parameter and its gradient; what else, if anything; what their sum does beside a norm."""
-        by_row, sums = {self.graph.inputs[leaf], self.graph.inputs[self.opt + leaf]}, set[Var]()
-        waiting = sorted({i for var in by_row for i in self.users.get(var, ())})
-        seen = set(waiting)
-        done: list[tuple[str, list[str]]] = []
-        odd = use = ""
-        while waiting:
-            eqn = self.graph.eqns[heapq.heappop(waiting)]
-            operands = variables(eqn.invars)
-            reached = by_row
-            if not sums.isdisjoint(operands):
-                kept, fine = _summed(eqn, sums)
-                reached = sums if kept else None
-                use = use or ("" if fine else eqn.primitive.name)
-            else:
-                done.append((eqn.primitive.name, [str(atom) for atom in eqn.invars if isinstance(atom, Literal)]))
-                alike = (var in by_row or var in self.alike for var in operands if aval_of(var).shape != ())
-                if kind_of(eqn) == "reduce_sum" and aval_of(eqn.outvars[0]).shape == ():
-                    reached = sums
-                elif kind_of(eqn) not in ELEMENTWISE or not all(alike):
-                    odd = odd or eqn.primitive.name
-            if reached is not None:
-                reached.update(eqn.outvars)
-                for i in {i for var in eqn.outvars for i in self.users.get(var, ())} - seen:
-                    seen.add(i)
-                    heapq.heappush(waiting, i)
-        return done, odd, use
-
-
-def _summed(eqn: JaxprEqn, sums: set[Var]) -> tuple[bool, bool]:
-    """For an equation that reads the sum of a leaf: whether its result is such a sum again, and whether it may.
-
-    A sum may be added to those of other leaves, as in a norm over all; after that it is no leaf's. Zero is added to the first.
-    """
-    if is_cast(eqn):
-        return True, True
-    others = [atom for atom in eqn.invars if isinstance(atom, Literal) or atom not in sums]
-    if kind_of(eqn) not in ("add", "add_any") or len(others) > 1:
-        return False, False
-    zero = all(number_in(atom) == 0 for atom in others)
-    return zero, zero or not any(isinstance(atom, Literal) for atom in others)

@@ -27,6 +27,7 @@ OPTIMIZERS = {
     "lion": lambda: optax.lion(1e-3),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
     "lamb": lambda: optax.lamb(1e-2),
+    "muon": lambda: optax.contrib.muon(1e-2),
     "multi_transform": lambda: optax.multi_transform({"even": optax.adam(1e-2), "odd": optax.set_to_zero()}, halves),
     "clip": lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.adamw(1e-2)),
     "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1e-2, 0.0, 9)),
