@@ -24,6 +24,7 @@ from jaxpp.errors import OptimizerError
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.optim.update import HUB, Update, UpdateInputs, UpdatePart, flat, refilled
 from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.floating import floating, has_gradient, masked_like, with_others
 from jaxpp.stages.graph import Graph, ancestors, marked, trace
 from jaxpp.stages.jaxpr import ELEMENTWISE, Atom, aval_of, branches_of, describe, is_cast, kind_of, number_in, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
@@ -83,11 +84,11 @@ def plan_update(
             scale, finite = scaling.adjust(inputs.scale, all_finite), [all_finite]
         free = [(stage, _wide(grad)) for k, (stage, grad) in enumerate(zip(owner, grads, strict=True)) if k not in apart]
         squares = [optax.tree.norm([grad for own, grad in free if own == stage], squared=True) for stage in watched]
-        norm = optax.tree.norm([grad for k, grad in enumerate(grads) if k in counted])
+        norm = optax.tree.norm([grad for k, grad in enumerate(grads) if k in counted and has_gradient(grad)])
         return [jnp.array(leaf, copy=True) for leaf in (*results, *scale, *finite, norm, *squares)]
 
     def init(params: list[Array]) -> list[Array]:
-        return [jnp.array(leaf, copy=True) for leaf in jax.tree.leaves(optimizer.init(tree.unflatten(params)))]
+        return [jnp.array(leaf, copy=True) for leaf in jax.tree.leaves(optimizer.init(floating(tree.unflatten(params))))]
 
     scale = () if scaling is None else shapes_of(scaling.init())
     state_owner, state = tuple(stage for stage, _ in states), tuple(shape for _, shape in states)
@@ -104,10 +105,13 @@ def plan_update(
 
 
 def flat_update(optimizer: optax.GradientTransformation, params: Params) -> tuple[Callable[..., list[Array]], list[Aval], Tree]:
-    """The update as a function of flat lists (gradients, state, parameters, loss); and the leaves and tree of the state."""
+    """The update as a function of flat lists (gradients, state, parameters, loss); and the leaves and tree of the state.
+
+    The optimizer sees the floating leaves alone; the others stay as they are.
+    """
     tree = jax.tree.structure(params)
     try:
-        opt_leaves, opt_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
+        opt_leaves, opt_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, floating(params)))
     except Exception as error:
         error.add_note("jaxpp: raised while tracing the optimizer's init(params)")
         raise
@@ -115,8 +119,9 @@ def flat_update(optimizer: optax.GradientTransformation, params: Params) -> tupl
 
     def update(grads: Sequence[Array], opt: Sequence[Array], params: Sequence[Array], loss: Array) -> list[Array]:
         whole = tree.unflatten(params)
-        updates, new_opt = with_value.update(tree.unflatten(grads), opt_tree.unflatten(opt), whole, value=loss)
-        return [*jax.tree.leaves(optax.apply_updates(whole, updates)), *jax.tree.leaves(new_opt)]
+        seen, grads = floating(whole), masked_like(tree.unflatten(grads), whole)
+        updates, new_opt = with_value.update(grads, opt_tree.unflatten(opt), seen, value=loss)
+        return [*jax.tree.leaves(with_others(optax.apply_updates(seen, updates), whole)), *jax.tree.leaves(new_opt)]
 
     return update, opt_leaves, opt_tree
 
@@ -269,7 +274,7 @@ def state_bytes(optimizer: optax.GradientTransformation | None, params: Params) 
     num_bytes = [0] * len(paths)
     if optimizer is None:
         return tuple(num_bytes)
-    for path, aval in jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, params)):
+    for path, aval in jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, floating(params))):
         leaf = next((paths[path[k:]] for k in range(len(path) + 1) if path[k:] in paths), None)
         if leaf is not None:
             num_bytes[leaf] += count_bytes(aval)

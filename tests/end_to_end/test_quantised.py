@@ -1,0 +1,134 @@
+"""Parameters of integers: a quantised base is frozen, on its stages, without gradient, moments or a copy that stays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpp
+from jaxpp.errors import ParamsError
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+LAYERS, WIDTH, RANK = 4, 32, 2
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def adapted_layer(key, kind=jnp.int8):
+    """The int8 weights of a layer with the scale of each channel, and an adapter of low rank."""
+    keys = jax.random.split(key, 4)
+    return {
+        "q": jax.random.randint(keys[0], (WIDTH, WIDTH), -100, 100).astype(kind),
+        "scale": jax.random.uniform(keys[1], (WIDTH,), jnp.float64) / 300,
+        "a": jax.random.normal(keys[2], (WIDTH, RANK), jnp.float64) / 5,
+        "b": jax.random.normal(keys[3], (RANK, WIDTH), jnp.float64) / 5,
+    }
+
+
+def run_layer(layer, h):
+    weight = layer["q"].astype(h.dtype) * layer["scale"]
+    return h + jnp.tanh(h @ weight + (h @ layer["a"]) @ layer["b"])
+
+
+def loss_fn(params, x):
+    for k in range(LAYERS):
+        x = run_layer(params[f"l{k}"], x)
+    return (x**2).mean()
+
+
+def adapted():
+    params = {f"l{k}": adapted_layer(key) for k, key in enumerate(jax.random.split(jax.random.key(0), LAYERS))}
+    return params, jax.random.normal(jax.random.key(1), (8, WIDTH), jnp.float64)
+
+
+def adapters_only(params):
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in "ab", params)
+
+
+def masked(params):
+    labels = jax.tree.map(lambda learns: "trained" if learns else "frozen", adapters_only(params))
+    return optax.multi_transform({"trained": optax.adam(1e-2), "frozen": optax.set_to_zero()}, labels)
+
+
+OPTIMIZERS = {
+    "adamw": lambda params: optax.adamw(1e-2),
+    "clipped": lambda params: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9)),
+    "labels": masked,
+    "mask": lambda params: optax.chain(
+        optax.masked(optax.adam(1e-2), adapters_only(params)),
+        optax.masked(optax.set_to_zero(), jax.tree.map(lambda learns: not learns, adapters_only(params))),
+    ),
+}
+
+
+def trained_alone(params, x, optimizer, steps):
+    """The same steps in plain JAX, where the integers are no part of what is differentiated."""
+    frozen = {name: {"q": tree["q"]} for name, tree in params.items()}
+    trained = {name: {k: v for k, v in tree.items() if k != "q"} for name, tree in params.items()}
+
+    def stepped(trained, updates):
+        return jax.tree.map(lambda leaf, update: leaf + update, trained, updates)
+
+    def loss(trained, x):
+        return loss_fn({name: trained[name] | frozen[name] for name in trained}, x)
+
+    opt_state = optimizer.init(trained)
+    for _ in range(steps):
+        updates, opt_state = optimizer.update(jax.grad(loss)(trained, x), opt_state, trained)
+        trained = stepped(trained, updates)
+    return {name: trained[name] | frozen[name] for name in trained}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name"),
+    [
+        ("1f1b", "adamw"),
+        *(pytest.param("1f1b", name, marks=pytest.mark.long) for name in ("clipped", "labels", "mask")),
+        pytest.param("zb-h1", "labels", marks=pytest.mark.long),
+    ],
+)
+def test_an_int8_base_stays_as_it_is_and_its_adapters_learn_as_in_plain_jax(schedule, name):
+    params, x = adapted()
+    stages = 2 if name == "adamw" else 4
+    pipe = jaxpp.Pipeline(loss_fn, OPTIMIZERS[name](params), num_stages=stages, num_microbatches=4, schedule=schedule)
+    state = pipe.init(params, x)
+    if schedule == "zb-h1":
+        pipe.verify(state, x)
+    assert not any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(state.opt_state)), "no moments of integers"
+    for _ in range(3):
+        state, _ = pipe.step(state, x)
+    alone = {name: {k: v for k, v in tree.items() if k != "q"} for name, tree in params.items()}
+    expected = trained_alone(params, x, OPTIMIZERS[name](alone), 3)
+    for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-13)
+
+
+def test_the_drop_in_gives_float0_for_integers_if_they_are_allowed_as_jax_does():
+    params, x = adapted()
+    grad_fn = jaxpp.value_and_grad(loss_fn, num_stages=2, num_microbatches=2, allow_int=True)
+    loss, grads = grad_fn(params, x)
+    expected, wanted = jax.value_and_grad(loss_fn, allow_int=True)(params, x)
+    np.testing.assert_allclose(loss, expected, rtol=1e-12)
+    assert jax.tree.structure(grads) == jax.tree.structure(wanted)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        if got.dtype != jax.dtypes.float0:
+            np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-13)
+    with pytest.raises(ParamsError, match=r"params\['l0'\]\['q'\]: i8\[32,32\]\n(.*\n)*.*allow_int=True"):
+        jaxpp.value_and_grad(loss_fn, num_stages=4)(params, x)
+
+
+def test_parameters_without_anything_to_train_and_keys_are_refused():
+    params, x = adapted()
+    pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-2), num_stages=2, num_microbatches=2)
+    with pytest.raises(ParamsError, match="nothing to train"):
+        pipe.init(jax.tree.map(lambda leaf: leaf.astype(jnp.int8), params), x)
+    with pytest.raises(ParamsError, match=r"params\['key'\]: key<fry>\[\]\.\n.*keep PRNG keys out of params"):
+        pipe.init(params | {"key": jax.random.key(0)}, x)
