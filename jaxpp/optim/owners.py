@@ -24,7 +24,7 @@ from jaxpp.errors import OptimizerError
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.optim.update import HUB, Update, UpdateInputs, UpdatePart, flat, refilled
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.floating import floating, has_gradient, masked_like, with_others
+from jaxpp.stages.floating import floating, masked_like, with_others
 from jaxpp.stages.graph import Graph, ancestors, marked, trace
 from jaxpp.stages.jaxpr import ELEMENTWISE, Atom, aval_of, branches_of, describe, is_cast, kind_of, number_in, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
@@ -84,7 +84,7 @@ def plan_update(
             scale, finite = scaling.adjust(inputs.scale, all_finite), [all_finite]
         free = [(stage, _wide(grad)) for k, (stage, grad) in enumerate(zip(owner, grads, strict=True)) if k not in apart]
         squares = [optax.tree.norm([grad for own, grad in free if own == stage], squared=True) for stage in watched]
-        norm = optax.tree.norm([grad for k, grad in enumerate(grads) if k in counted and has_gradient(grad)])
+        norm = optax.tree.norm([_wide(grad) for k, grad in enumerate(grads) if k in counted and k not in frozen])
         return [jnp.array(leaf, copy=True) for leaf in (*results, *scale, *finite, norm, *squares)]
 
     def init(params: list[Array]) -> list[Array]:
@@ -146,8 +146,8 @@ def _trace_update(update: Callable[..., list[Array]], *shapes: Tree) -> Graph:
 
 
 def _wide(grad: Array) -> Array:
-    """A float16 gradient as float32: its square would vanish where it is small."""
-    return grad.astype(jnp.float32) if grad.dtype == jnp.float16 else grad
+    """A gradient of float16, or of floating numbers of a byte, as float32: its square would vanish where it is small."""
+    return grad.astype(jnp.float32) if grad.dtype == jnp.float16 or grad.dtype.itemsize == 1 else grad
 
 
 def _made_with(init: Graph, owner: Sequence[int]) -> tuple[int | None, ...]:

@@ -20,6 +20,11 @@ def has_gradient(leaf: Aval) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def is_quantised(leaf: Aval) -> bool:
+    """Whether what is computed of a leaf of this type alone is larger, as a rule: integers, and floating numbers of a byte."""
+    return leaf.dtype.itemsize == 1 or not has_gradient(leaf)
+
+
 def frozen_by_type(params: Params) -> frozenset[int]:
     """The leaves without a gradient."""
     return frozenset(k for k, leaf in enumerate(jax.tree.leaves(params)) if not has_gradient(leaf))

@@ -8,6 +8,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ParamsError
+from jaxpp.observe.memory.liveness import step_liveness
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -132,3 +133,92 @@ def test_parameters_without_anything_to_train_and_keys_are_refused():
         pipe.init(jax.tree.map(lambda leaf: leaf.astype(jnp.int8), params), x)
     with pytest.raises(ParamsError, match=r"params\['key'\]: key<fry>\[\]\.\n.*keep PRNG keys out of params"):
         pipe.init(params | {"key": jax.random.key(0)}, x)
+
+
+WIDE = 128
+CODES = np.linspace(-1.0, 1.0, 16, dtype="f4")
+
+
+def by_channel(layer, dtype):
+    return layer["q"].astype(dtype) * layer["scale"].astype(dtype)
+
+
+def by_codebook(layer, dtype):
+    return jnp.asarray(CODES)[layer["q"].astype(jnp.int32)].astype(dtype) * layer["scale"].astype(dtype)
+
+
+def by_halves(layer, dtype):
+    low, high = (layer["q"] & 0xF).astype(jnp.int8), (layer["q"] >> 4).astype(jnp.int8)
+    return (jnp.stack([low, high], 1).reshape(WIDE, WIDE) - 8).astype(dtype) * layer["scale"].astype(dtype)
+
+
+BASES = {
+    "int8": (jnp.int8, (WIDE, WIDE), (-100, 100), by_channel),
+    "int4": (jnp.int4, (WIDE, WIDE), (-8, 8), by_channel),
+    "float8": (jnp.float8_e4m3fn, (WIDE, WIDE), (-100, 100), by_channel),
+    "codebook": (jnp.uint8, (WIDE, WIDE), (0, 16), by_codebook),
+    "halves": (jnp.uint8, (WIDE // 2, WIDE), (0, 256), by_halves),
+}
+
+
+def quantised(base, dtype, *, loops=False, checkpointed=False):
+    """A loss of layers with a base of this kind, and its parameters, stacked if the layers are a loop."""
+    kind, shape, bounds, weight_of = BASES[base]
+
+    def run(layer, h):
+        adapted = (h @ layer["a"].astype(dtype)) @ layer["b"].astype(dtype)
+        return h + jnp.tanh(h @ weight_of(layer, dtype) + adapted)
+
+    run = jax.checkpoint(run) if checkpointed else run
+
+    def loss(params, x):
+        h = x.astype(dtype)
+        if loops:
+            h, _ = jax.lax.scan(lambda h, layer: (run(layer, h), None), h, params)
+        else:
+            for k in range(LAYERS):
+                h = run(params[f"l{k}"], h)
+        return (h.astype(x.dtype) ** 2).mean()
+
+    params, rng = dict[str, dict[str, jax.Array]](), np.random.default_rng(0)
+    for k, key in enumerate(jax.random.split(jax.random.key(2), LAYERS)):
+        a, b = (jnp.asarray(rng.normal(size=size) / 9, jnp.float32) for size in ((WIDE, RANK), (RANK, WIDE)))
+        scale = jnp.asarray(rng.uniform(size=WIDE) / 300, jnp.float32)
+        params[f"l{k}"] = {"q": jax.random.randint(key, shape, *bounds).astype(kind), "scale": scale, "a": a, "b": b}
+    return loss, jax.tree.map(lambda *leaves: jnp.stack(leaves), *params.values()) if loops else params
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("base", "dtype", "schedule", "loops", "checkpointed"),
+    [
+        ("int8", "bfloat16", "zb-h1", False, False),
+        pytest.param("int8", "float32", "1f1b", False, False, marks=LONG),
+        ("int8", "bfloat16", "1f1b", True, False),
+        pytest.param("int8", "bfloat16", "zb-h1", True, True, marks=LONG),
+        pytest.param("int4", "float32", "1f1b", True, False, marks=LONG),
+        pytest.param("float8", "bfloat16", "1f1b", True, False, marks=LONG),
+        pytest.param("codebook", "float32", "zb-h1", False, False, marks=LONG),
+        pytest.param("codebook", "float32", "1f1b", True, False, marks=LONG),
+        pytest.param("halves", "bfloat16", "1f1b", False, False, marks=LONG),
+        pytest.param("halves", "float32", "zb-h1", True, False, marks=LONG),
+    ],
+)
+def test_a_quantised_base_takes_its_own_bytes_and_nothing_that_is_made_of_it_stays(base, dtype, schedule, loops, checkpointed):
+    loss, params = quantised(base, jnp.dtype(dtype), loops=loops, checkpointed=checkpointed)
+    x = jax.random.normal(jax.random.key(1), (4, WIDE), jnp.float32)
+    pipe = jaxpp.Pipeline(loss, masked(params), num_stages=2, num_microbatches=4, schedule=schedule)
+    state = pipe.init(params, x)
+    base_bytes = sum(leaf.nbytes for path, leaf in jax.tree_util.tree_leaves_with_path(params) if "q" in str(path))
+    lives = step_liveness(pipe.engine, pipe.engine.lower("update", x, None)).lives
+    large = [life for life in lives if life.num_bytes >= WIDE * WIDE // 2]  # the bytes of half a weight, or more
+    assert {life.kind for life in large} == {"parameters"}, "no gradient, moment, residual or copy for the step is so large"
+    first = min(life.begins for life in large)
+    assert sum(life.num_bytes for life in large if life.begins == first) == base_bytes
+    new, _ = pipe.step(state, x)
+    for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(new.params), jax.tree.leaves(params), strict=True):
+        if "q" in str(path):
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
