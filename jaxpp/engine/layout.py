@@ -56,7 +56,7 @@ from jaxpp.stages.loss.microbatch import (
     sizes,
     split_any,
 )
-from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_trainable, key_implementation
+from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_bits, check_trainable, key_implementation
 from jaxpp.stages.own_params import Joint, num_own, num_shared
 from jaxpp.stages.program import Pack, Program, Ref, Role
 from jaxpp.stages.remat import RematPolicy
@@ -152,6 +152,7 @@ def lay_out(
         check_trainable(jax.tree_util.tree_leaves_with_path(variables[0]), allow_int=options.allow_int)
     else:
         check_arrays(variables[:1], "parameters")
+    check_bits(jax.tree_util.tree_leaves_with_path(variables[0]))
     check_arrays(variables[1:])
     frozen = frozen_by_type(variables[0])
     if optimizer is not None:

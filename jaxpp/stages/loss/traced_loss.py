@@ -614,6 +614,19 @@ def check_trainable(leaves: Sequence[tuple[KeyPath, Leaf]], *, allow_int: bool) 
         raise ParamsError(where, rule, [shown for shown, _ in found][:8], fix)
 
 
+def check_bits(leaves: Sequence[tuple[KeyPath, Leaf]]) -> None:
+    """Refuse leaves of numbers smaller than a byte: JAX gives them another layout than programs compiled ahead of time want."""
+    kinds = (jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)
+    bits = [next((of(leaf.dtype).bits for kind, of in kinds if jnp.issubdtype(leaf.dtype, kind)), 8) for _, leaf in leaves]
+    small = [
+        f"params{jax.tree_util.keystr(path)}: {describe(leaf)}" for (path, leaf), size in zip(leaves, bits, strict=True) if size < 8
+    ]
+    if small:
+        rule = "the numbers of a parameter have at least a byte each, for JAX cannot pass smaller ones to a compiled program"
+        fix = "keep two in each number of a uint8 array, and take them apart where they are used, with q & 0xF and q >> 4"
+        raise ParamsError("params", rule, small, fix)
+
+
 def check_arrays(model_state: Tree, name: str = "model state") -> None:
     """Refuse leaves of a model state, or of another tree called ``name``, that are no arrays, all of them at once."""
     where = name.replace(" ", "_")
