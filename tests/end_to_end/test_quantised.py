@@ -1,10 +1,13 @@
 """Parameters of integers: a quantised base is frozen, on its stages, without gradient, moments or a copy that stays."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
+from flax import nnx
 
 import jaxpp
 from jaxpp.errors import ParamsError
@@ -223,3 +226,120 @@ def test_a_quantised_base_takes_its_own_bytes_and_nothing_that_is_made_of_it_sta
         if "q" in str(path):
             assert got.dtype == want.dtype
             np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+class Adapted(nn.Module):
+    """Layers of Linen modules with an int8 base: in a Python loop, or in one over stacked parameters (``nn.scan``)."""
+
+    stacked: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        if self.stacked:
+            over = nn.scan(AdaptedLayer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+            return over(name="layers")(x, None)[0]
+        for k in range(LAYERS):
+            x, _ = AdaptedLayer(name=f"l{k}")(x, None)
+        return x
+
+
+class AdaptedLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        made = {name: self.param(name, lambda key, name=name: adapted_layer(key)[name]) for name in ("q", "scale", "a", "b")}
+        return run_layer(made, x), None
+
+
+class Int8Linear(nnx.Module):
+    def __init__(self, rngs):
+        layer = adapted_layer(rngs.params())
+        self.q, self.scale = nnx.Param(layer["q"]), nnx.Param(layer["scale"])
+
+    def __call__(self, x):
+        return x @ (self.q[...].astype(x.dtype) * self.scale[...])
+
+
+class WithLora(nnx.Module):
+    """Layers with ``nnx.LoRA`` around an int8 base."""
+
+    def __init__(self, rngs):
+        made = (Int8Linear(rngs) for _ in range(LAYERS))
+        self.layers = nnx.List(
+            [nnx.LoRA(WIDTH, RANK, WIDTH, base_module=base, param_dtype=jnp.float64, rngs=rngs) for base in made]
+        )
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x))
+        return x
+
+
+def linen(stacked):
+    model = Adapted(stacked)
+    params = model.init(jax.random.key(3), adapted()[1])["params"]
+    return lambda params, x: (model.apply({"params": params}, x) ** 2).mean(), params
+
+
+def nnx_lora():
+    graphdef, params = nnx.split(WithLora(nnx.Rngs(0)), nnx.Param)
+    return lambda params, x: (nnx.merge(graphdef, params)(x) ** 2).mean(), params
+
+
+def float_leaves(tree):
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG) for name in ("linen", "scan", "nnx")])
+def test_flax_models_with_an_int8_base_equal_one_device_and_come_back_from_a_checkpoint(name, tmp_path):
+    loss, params = {"linen": lambda: linen(False), "scan": lambda: linen(True), "nnx": nnx_lora}[name]()
+    x = adapted()[1]
+    pipe = jaxpp.Pipeline(loss, optax.adamw(1e-2), num_stages=2, num_microbatches=2)
+    state = pipe.init(params, x)
+    pipe.verify(state, x)
+    state, _ = pipe.step(state, x)
+    leaves, tree = jax.tree.flatten(params)
+    learns = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+    assert not all(learns)
+
+    def plain(trained):
+        supply = iter(trained)
+        return loss(tree.unflatten(next(supply) if each else leaf for leaf, each in zip(leaves, learns, strict=True)), x)
+
+    trained, adam = float_leaves(params), optax.adamw(1e-2)
+    updates, _ = adam.update(jax.grad(plain)(trained), adam.init(trained), trained)
+    for got, old, update in zip(float_leaves(state.params), trained, updates, strict=True):
+        np.testing.assert_allclose(got, old + update, rtol=1e-11, atol=1e-13)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        other = jaxpp.Pipeline(loss, optax.adamw(1e-2), num_stages=4, num_microbatches=2)
+        restored = checkpointer.restore(tmp_path / "state", other.abstract_state(params, x))
+    for got, want in zip(jax.tree.leaves(restored.params), jax.tree.leaves(state.params), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    other.step(restored, x)
+
+
+@pytest.mark.long
+def test_an_int8_base_is_sharded_by_replicas_shared_by_tasks_and_run_forward():
+    params, x = adapted()
+    pipe = jaxpp.Pipeline(loss_fn, optax.adamw(1e-2), num_stages=2, num_microbatches=2, data_parallel=2, shard="parameters")
+    state = pipe.init(params, x)
+    pipe.verify(state, x)
+    assert state.params["l0"]["q"].addressable_shards[0].data.nbytes == WIDTH * WIDTH // 2
+    base = {name: {"q": layer["q"]} for name, layer in params.items()}
+    own = {name: {key: leaf for key, leaf in layer.items() if key != "q"} for name, layer in params.items()}
+    bank = jaxpp.Bank({"cat": own}, optax.adam(1e-2))
+
+    def task_loss(params, own, x):
+        return loss_fn({name: params[name] | own[name] for name in params}, x)
+
+    pipe = jaxpp.Pipeline(task_loss, optax.adam(1e-2), num_stages=2, num_microbatches=2, bank=bank)
+    state = pipe.init(base, x)
+    pipe.verify(state, x, task="cat")
+    state, _ = pipe.step(state, x, task="cat")
+    np.testing.assert_array_equal(state.params["l0"]["q"], params["l0"]["q"])
+    forward = jaxpp.Forward(lambda params, x: run_layer(params["l1"], run_layer(params["l0"], x)), num_stages=2, num_microbatches=2)
+    two = {name: params[name] for name in ("l0", "l1")}
+    found = forward.apply(forward.init(two, x), x)
+    np.testing.assert_allclose(found, run_layer(two["l1"], run_layer(two["l0"], x)), rtol=1e-12)
