@@ -16,10 +16,11 @@ from jaxpp.options import Options
 from jaxpp.runtime.edges import check_alive, concatenated_at, join_slices, to_homes
 from jaxpp.runtime.processes.trees import stand_in_for
 from jaxpp.schedule.base import Schedule
+from jaxpp.stages.floating import filled, float0, has_gradient
 from jaxpp.stages.remat import Remat
-from jaxpp.stages.stacked import Slices, is_slices, joined
+from jaxpp.stages.stacked import Slices, is_slices, joined, whole_shape
 from jaxpp.targets import refuse_compile_only
-from jaxpp.types import Array, Batch, Device, Key, LossFn, Params, ReduceAux, Tree
+from jaxpp.types import Batch, Device, Key, Leaf, LossFn, Params, ReduceAux, Tree
 
 
 @entry
@@ -30,6 +31,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     num_microbatches: int | None = None,
     schedule: str | Schedule = "1f1b",
     has_aux: bool = False,
+    allow_int: bool = False,
     weight: Callable[[Batch], Any] | str | None = None,
     reduction: str = "mean",
     cuts: Sequence[str] | None = None,
@@ -49,8 +51,9 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     It differs from ``jax.value_and_grad`` in two ways: the batch is split into microbatches, and the result is their weighted mean
     (gradient accumulation); and it cannot be called under ``jax.jit``, because it runs programs on several devices itself.
 
-    The arguments are those of ``Pipeline`` with the same names. The loss, ``loss_fn(params, batch[, key]) -> loss``, or
-    ``(loss, aux)`` with ``has_aux``, is traced and never run whole.
+    The arguments are those of ``Pipeline`` with the same names, and ``allow_int``, as ``jax.value_and_grad`` has it: parameters may
+    have leaves of integers and booleans, such as quantised weights; their gradients are zeros of ``float0``. The loss,
+    ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``, is traced and never run whole.
 
     Returns:
         ``grad_fn(params, batch[, key])``, which returns ``loss, grads`` (``(loss, aux), grads`` with ``has_aux``). The gradients
@@ -91,19 +94,27 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
             engine.plan("grads", batch, key)
         held = engine.sliced(params)
         outcome = engine.run("grads", engine.bring(held), batch, key)
-        made = jax.tree.structure(held).unflatten(outcome.grads)
+        shapes, whole = jax.tree.flatten(held)
+        made = whole.unflatten(filled(outcome.grads, shapes, float0))
         if not engine.alone:
             return ((outcome.loss, outcome.aux) if has_aux else outcome.loss), joined(made, _across)
         homes = [leaf.sharding if isinstance(leaf, jax.Array) else jax.local_devices()[0] for leaf in leaves]
-        made = jax.tree.leaves(made, is_leaf=is_slices)
-        grads = tree.unflatten(to_homes(list(map(concatenated_at, made, homes)), homes))
+        wanted = [(node, home) for node, home, leaf in zip(_nodes(made), homes, leaves, strict=True) if has_gradient(leaf)]
+        found = to_homes([concatenated_at(node, home) for node, home in wanted], [home for _, home in wanted])
+        grads = tree.unflatten(filled(found, leaves, float0))
         loss, aux = jax.tree.map(lambda leaf: to_homes([leaf], homes[:1])[0], (outcome.loss, outcome.aux))
         return ((loss, aux) if has_aux else loss), grads
 
     return grad_fn
 
 
-def _across(node: Slices) -> Array:
+def _nodes(grads: Tree) -> list[Leaf]:
+    return jax.tree.leaves(grads, is_leaf=is_slices)
+
+
+def _across(node: Slices) -> Leaf:
     """A gradient of several stages as one array: sharded over their devices, or, of slices of unequal size, a stand-in."""
+    if not has_gradient(node.parts[0]):
+        return float0(whole_shape(node))
     found = join_slices(node)
     return stand_in_for(found) if isinstance(found, Slices) else found

@@ -68,6 +68,7 @@ class Options:
     devices_warning: DevicesWarning | None = None  # what to tell the user of devices that nobody named
     made_to_measure: bool = False  # whether the schedule is yet to be found for what the stages will take: schedule="auto"
     axes: RankAxes = ONE_DEVICE  # of a rank, which functions may name
+    allow_int: bool = True  # whether parameters may have leaves of types without a gradient, which are frozen
     is_loss: bool = True  # False: loss_fn is a function that returns outputs, with has_state (new_model_state, outputs)
 
     @classmethod
@@ -90,7 +91,7 @@ class Options:
             counts["num_microbatches"] = num_microbatches
         where = "jaxpp.Pipeline / jaxpp.value_and_grad" if others.get("is_loss", True) else "jaxpp.Forward"
         check_counts(where, counts, ArgumentError)
-        check_flags(where, **{name: others[name] for name in ("has_aux", "has_state") if name in others})
+        check_flags(where, **{name: others[name] for name in ("has_aux", "has_state", "allow_int") if name in others})
         _check_functions(loss_fn, others)
         known = axis_map(axes, mesh)
         sizes = int(num_stages), int(num_stages if num_microbatches is None else num_microbatches)

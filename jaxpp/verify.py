@@ -26,6 +26,7 @@ from jaxpp.runtime.edges import check_alive, put
 from jaxpp.runtime.processes.channel import agreement, raise_alike
 from jaxpp.runtime.processes.trees import gather
 from jaxpp.stages.cost import coarsest_dtype
+from jaxpp.stages.floating import filled, floating, has_gradient, masked, with_others
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import Microbatches, num_examples, scale_dtype, shared_leaves, sizes, slice_batch
 from jaxpp.stages.loss.rng_key import positional_key
@@ -60,10 +61,11 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
 ) -> tuple[Tree, ...]:
     """``(loss, aux, grads)`` of a step, and the new model state if there is one, computed on the devices where ``params`` live.
 
-    As for ``jaxpp.value_and_grad``. ``reducers`` reduce aux leaves that are not averaged, by number. Microbatches of replica r are
-    numbered from ``r * num_microbatches``; each replica has its own model state, and after the step all have the mean. With
-    ``groups``, the replicas of each task, the loss is over a ``Joint``, and ``params`` and the gradients are lists with a tree for
-    each replica. ``together``: the names and sizes of the axes along which the loss has collectives between replicas.
+    As for ``jaxpp.value_and_grad``, but leaves without a gradient have ``optax.MaskedNode`` for it. ``reducers`` reduce aux leaves
+    that are not averaged, by number. Microbatches of replica r are numbered from ``r * num_microbatches``; each replica has its own
+    model state, and after the step all have the mean. With ``groups``, the replicas of each task, the loss is over a ``Joint``, and
+    ``params`` and the gradients are lists with a tree for each replica. ``together``: the names and sizes of the axes along which
+    the loss has collectives between replicas.
     """
     has_state = model_state is not None
     loss_fn = positional_key(loss_fn, 2 + has_state)
@@ -85,11 +87,11 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
 
     @jax.jit
     def step(params: Params, *rest: Tree) -> tuple[Array, Tree, Grads]:
-        def pair(params: Params) -> tuple[Array, Tree]:
-            result = loss_fn(params, *rest)
+        def pair(seen: Params) -> tuple[Array, Tree]:
+            result = loss_fn(with_others(seen, params), *rest)
             return result if has_aux or has_state else (result, ())
 
-        loss, pullback, aux = jax.vjp(pair, params, has_aux=True)
+        loss, pullback, aux = jax.vjp(pair, floating(params), has_aux=True)
         return loss, aux, pullback(jnp.asarray(loss_scale, loss.dtype))[0]
 
     each = params if groups else [params] * num_replicas
@@ -113,6 +115,16 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
     total = _by_task(grads, scales, groups, num_microbatches) if groups else _sum(grads)
     new = [jax.tree.map(_mean_or_first, *states)] if has_state else []
     return _sum(losses), _merge_aux(auxes, shares, reducers or {}), total, *new
+
+
+def _value_and_grad(loss_fn: LossFn, *, has_aux: bool) -> Callable[[Params, Batch], tuple[Tree, Grads]]:
+    """``jax.value_and_grad`` by the floating leaves."""
+
+    def differentiated(params: Params, batch: Batch) -> tuple[Tree, Grads]:
+        run = jax.value_and_grad(lambda seen: loss_fn(with_others(seen, params), batch), has_aux=has_aux)
+        return run(floating(params))
+
+    return differentiated
 
 
 def _part(batch: Batch, shared: Sequence[str], num_replicas: int, replica: int) -> Batch:
@@ -295,7 +307,8 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
 
     def whole(grads: Grads) -> Grads:
         leaves, tree = jax.tree.flatten(_together(grads) if groups else grads)
-        kept = [not frozen.issuperset(layout.slicing.leaves([k])) for k in range(len(leaves))]
+        numbers = [k for k, shape in enumerate(jax.tree.leaves(layout.given[0])) if has_gradient(shape)]
+        kept = [not frozen.issuperset(layout.slicing.leaves([k])) for k in numbers]
         return tree.unflatten(leaf if keep else jnp.zeros_like(leaf) for leaf, keep in zip(leaves, kept, strict=True))
 
     def plain(params: Params) -> Grads:
@@ -323,7 +336,7 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
     if reason:
         compared.append(f"not compared with the loss of the whole batch: {reason}")
     else:
-        differentiated = jax.jit(jax.value_and_grad(loss_fn, has_aux=config.has_aux))
+        differentiated = jax.jit(_value_and_grad(loss_fn, has_aux=config.has_aux))
         value, grads = differentiated(given, batch)
         compare("loss", found.loss, value[0] if config.has_aux else value, coarsest=coarsest)
         compare_grads(grads, lambda params: differentiated(params, batch)[1])
@@ -345,9 +358,10 @@ def _state_of(engine: Engine, leaves: Leaves[Array], step: int | None = 0) -> St
 def _grads_of(engine: Engine, found: Outcome[Array]) -> Grads:
     """The whole gradients of a step; those of what each replica has of its own have a row for each."""
     tree, shared = jax.tree.structure(engine.layout.params), engine.layout.num_shared
+    grads = filled(found.grads, jax.tree.leaves(engine.layout.params), masked)
     if not (engine.placed.known["own"] and engine.slicing.any):
-        return assembled(tree.unflatten(found.grads))
-    each = _of_each_replica(engine, Leaves(found.grads[:shared], found.grads[shared:]))
+        return assembled(tree.unflatten(grads))
+    each = _of_each_replica(engine, Leaves(grads[:shared], grads[shared:]))
     return _together([assembled(tree.unflatten(grads.all_params)) for grads in each])
 
 
@@ -403,8 +417,10 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
         if scaling is not None:
             leaves, finite = scaling.unscale(jax.tree.leaves(grads), scale)
             grads, scale = jax.tree.structure(grads).unflatten(leaves), scaling.adjust(scale, finite)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
-        new = State(optax.apply_updates(state.params, updates), opt_state, model_state, step=None)  # pyright: ignore[reportArgumentType]
+        seen = floating(state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, seen, value=loss)
+        params = with_others(optax.apply_updates(seen, updates), state.params)
+        new = State(params, opt_state, model_state, step=None)  # pyright: ignore[reportArgumentType]
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state.replace(loss_scale=()))
         return new.replace(loss_scale=tree.unflatten(scale))
 
@@ -423,6 +439,8 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
 
 
 def _shaken(leaf: Array) -> Array:
+    if not has_gradient(leaf):
+        return leaf
     turns = jnp.where(jnp.arange(leaf.size) % 2, 1, -1).reshape(leaf.shape)
     return (leaf * (1 + turns * jnp.finfo(leaf.dtype).eps)).astype(leaf.dtype)
 

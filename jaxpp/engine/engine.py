@@ -36,6 +36,7 @@ from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.registry import AUTO, with_microbatches
 from jaxpp.stages.cuts.cut_loss import CutLoss
+from jaxpp.stages.floating import has_gradient
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import calls_host
 from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, first_of
@@ -300,7 +301,8 @@ class Engine:
             found = self._add_update(builder, step, found, states, donate=donate)
         elif purpose == "grads":
             add_gradients(builder, step)
-            grads = [total_name(stage, Role.GRAD, leaf) for leaf, stage in enumerate(self.owner)]
+            owners = zip(self.owner, step.params, strict=True)
+            grads = [total_name(stage, Role.GRAD, leaf) for leaf, (stage, shape) in enumerate(owners) if has_gradient(shape)]
             found = found._replace(grads=grads, model_state=states)
         else:
             found = found._replace(model_state=states)

@@ -22,7 +22,7 @@ from jaxpp.runtime.processes.channel import agreement
 from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.microbatch import first_of
-from jaxpp.stages.loss.traced_loss import check_floating
+from jaxpp.stages.loss.traced_loss import check_trainable
 from jaxpp.types import Array, Batch, Home, Key, Leaf, Tree
 
 _FUNCTION, _KEY = "a function", "a key"
@@ -174,7 +174,7 @@ def are_swapped(options: Options, given: InitArguments, joined: Callable[[tuple[
     try:
         variables = joined(variables_of(options, given.batch))
         if options.is_loss:
-            check_floating(jax.tree_util.tree_leaves_with_path(variables[0]))
+            check_trainable(jax.tree_util.tree_leaves_with_path(variables[0]), allow_int=options.allow_int)
     except Exception:  # noqa: BLE001  (they are not)
         return False
     found = _called(options, *variables, given.made)

@@ -40,6 +40,7 @@ from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
 from jaxpp.stages.cuts.by_step import Lengths, Links, PerStage, balance_step, step_costs
 from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy, with_copies
 from jaxpp.stages.estimate import rates_of
+from jaxpp.stages.floating import frozen_by_type
 from jaxpp.stages.jaxpr import describe, shapes_of
 from jaxpp.stages.layers import rows_between, slices_between
 from jaxpp.stages.loss.aux import Reducer, check_aux
@@ -55,7 +56,7 @@ from jaxpp.stages.loss.microbatch import (
     sizes,
     split_any,
 )
-from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_floating, key_implementation
+from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_bits, check_trainable, key_implementation
 from jaxpp.stages.own_params import Joint, num_own, num_shared
 from jaxpp.stages.program import Pack, Program, Ref, Role
 from jaxpp.stages.remat import RematPolicy
@@ -95,7 +96,7 @@ class Layout:
     given: tuple[Tree, ...]  # the tree of parameter shapes, and after it that of model state shapes, if the loss has any
     slicing: Slicing  # which parameter leaves are held as slices
     variables: tuple[Tree, ...]  # the trees as they are held
-    frozen: frozenset[int]  # the parameter leaves whose gradient the optimizer does not read
+    frozen: frozenset[int]  # the parameter leaves that have no gradient, or whose gradient the optimizer does not read
     owner: tuple[int, ...]  # the stage of each parameter leaf
     spine: tuple[str, ...]  # the primitives of the spine that was cut
     cuts: Cuts  # the positions on the spine at which stages begin
@@ -148,13 +149,14 @@ def lay_out(
     """
     check_key(key)
     if options.is_loss:
-        check_floating(jax.tree_util.tree_leaves_with_path(variables[0]))
+        check_trainable(jax.tree_util.tree_leaves_with_path(variables[0]), allow_int=options.allow_int)
     else:
         check_arrays(variables[:1], "parameters")
+    check_bits(jax.tree_util.tree_leaves_with_path(variables[0]))
     check_arrays(variables[1:])
-    frozen = frozenset[int]()
+    frozen = frozen_by_type(variables[0])
     if optimizer is not None:
-        frozen = unread_gradients(optimizer, avals_of(variables[0]), jax.ShapeDtypeStruct((), scale_dtype()))
+        frozen |= unread_gradients(optimizer, avals_of(variables[0]), jax.ShapeDtypeStruct((), scale_dtype()))
     tracing, schedule = Tracing(options, frozen), options.schedule
     tracing.check_key_taken(options.loss_fn, key)
     check_shared(first_of(batch), options.shared)

@@ -30,7 +30,7 @@ class Outcome(NamedTuple, Generic[_T]):
 
     loss: Any  # float scalar, on the last stage; None for a function that returns outputs, which are its aux
     aux: Any  # the aux leaves; as the user's tree, once the step has run
-    grads: Sequence[_T] = ()  # for "grads", the gradients of the parameters as they are held, shared and own
+    grads: Sequence[_T] = ()  # for "grads", the gradients of the floating parameters as they are held, shared and own
     state: Leaves[_T] = Leaves()  # for "update", the leaves of the new state
     model_state: Sequence[_T] = ()  # for "grads" and "forward"
     grad_norm: _T | None = None  # for "update"

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp.errors import ArgumentError
+from jaxpp.stages.floating import has_gradient
 from jaxpp.types import Array
 
 _FIELDS = ("scale", "fin_steps", "growth_factor", "backoff_factor", "growth_interval", "minimum_scale")
@@ -60,10 +61,10 @@ class Scaling(NamedTuple):
     def unscale(self, grads: Sequence[Array], leaves: Sequence[Array]) -> tuple[list[Array], Array]:
         """The gradients divided by the scale, and whether all of them are finite."""
         scale, finite = leaves[self.scale], jnp.asarray(True)
-        for grad in grads:
+        for grad in filter(has_gradient, grads):
             finite &= jnp.isfinite(_divided(grad, scale)).all()
         late = jnp.where(finite, scale, 1.0)  # so that the update waits for the verdict, and runs as one program a stage
-        return [_divided(grad, late).astype(grad.dtype) for grad in grads], finite
+        return [_divided(grad, late).astype(grad.dtype) if has_gradient(grad) else grad for grad in grads], finite
 
     def adjust(self, leaves: Sequence[Array], finite: Array) -> list[Array]:
         """The leaves after a step."""

@@ -26,6 +26,7 @@ from jaxpp.optim.divided import MOVABLE, Along, divided_function
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.optim.update import HUB, Update, UpdateInputs, UpdatePart, flat, refilled
 from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.floating import floating, masked_like, with_others
 from jaxpp.stages.graph import Graph, ancestors, marked, trace
 from jaxpp.stages.jaxpr import ELEMENTWISE, Atom, aval_of, branches_of, describe, kind_of, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
@@ -90,7 +91,7 @@ def plan_update(
             scale, finite = scaling.adjust(inputs.scale, all_finite), [all_finite]
         free = [(stage, _wide(grad)) for k, (stage, grad) in enumerate(zip(owner, grads, strict=True)) if k not in apart]
         squares = [optax.tree.norm([grad for own, grad in free if own == stage], squared=True) for stage in watched]
-        norm = optax.tree.norm([grad for k, grad in enumerate(grads) if k in counted])
+        norm = optax.tree.norm([_wide(grad) for k, grad in enumerate(grads) if k in counted and k not in frozen])
         return [jnp.array(leaf, copy=True) for leaf in (*results, *scale, *finite, norm, *squares)]
 
     def init(params: list[Array]) -> list[Array]:
@@ -158,21 +159,23 @@ def _divided_shape(aval: Aval, along: Along | None) -> Aval | Slices:
 
 
 def _flat_whole(optimizer: optax.GradientTransformation, params: Params) -> _Flat:
+    """An optimizer as functions of flat lists; it sees the floating leaves alone, and the others stay as they are."""
     tree = jax.tree.structure(params)
     try:
-        opt_leaves, opt_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, params))
+        opt_leaves, opt_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, floating(params)))
     except Exception as error:
         error.add_note("jaxpp: raised while tracing the optimizer's init(params)")
         raise
     with_value = optax.with_extra_args_support(optimizer)
 
     def init(params: list[Array]) -> list[Array]:
-        return jax.tree.leaves(optimizer.init(tree.unflatten(params)))
+        return jax.tree.leaves(optimizer.init(floating(tree.unflatten(params))))
 
     def update(grads: Sequence[Array], opt: Sequence[Array], params: Sequence[Array], loss: Array) -> list[Array]:
         whole = tree.unflatten(params)
-        updates, new_opt = with_value.update(tree.unflatten(grads), opt_tree.unflatten(opt), whole, value=loss)
-        return [*jax.tree.leaves(optax.apply_updates(whole, updates)), *jax.tree.leaves(new_opt)]
+        seen, grads = floating(whole), masked_like(tree.unflatten(grads), whole)
+        updates, new_opt = with_value.update(grads, opt_tree.unflatten(opt), seen, value=loss)
+        return [*jax.tree.leaves(with_others(optax.apply_updates(seen, updates), whole)), *jax.tree.leaves(new_opt)]
 
     return _Flat(init, update, opt_leaves, opt_tree)
 
@@ -191,8 +194,8 @@ def _trace_update(update: Callable[..., list[Array]], *shapes: Tree) -> Graph:
 
 
 def _wide(grad: Array) -> Array:
-    """A float16 gradient as float32: its square would vanish where it is small."""
-    return grad.astype(jnp.float32) if grad.dtype == jnp.float16 else grad
+    """A gradient of float16, or of floating numbers of a byte, as float32: its square would vanish where it is small."""
+    return grad.astype(jnp.float32) if grad.dtype == jnp.float16 or grad.dtype.itemsize == 1 else grad
 
 
 def _made_with(init: Graph, owner: Sequence[int]) -> tuple[int | None, ...]:
@@ -334,7 +337,7 @@ def state_bytes(optimizer: optax.GradientTransformation | None, params: Params) 
     whole = assembled_shapes(params)
     paths = {path: leaf for leaf, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(whole))}
     num_bytes = [0] * len(paths)
-    state = () if optimizer is None else jax.eval_shape(optimizer.init, whole)
+    state = () if optimizer is None else jax.eval_shape(optimizer.init, floating(whole))
     for path, aval in jax.tree_util.tree_leaves_with_path(state):
         leaf = next((paths[path[k:]] for k in range(len(path) + 1) if path[k:] in paths), None)
         if leaf is not None:

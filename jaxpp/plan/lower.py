@@ -29,6 +29,7 @@ from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded
 from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
+from jaxpp.stages.floating import has_gradient
 from jaxpp.stages.graph import Graph, Piece, partition, trace
 from jaxpp.stages.jaxpr import Atom, shapes_of, variables
 from jaxpp.stages.loss.aux import REDUCERS, Join, Reducer
@@ -453,11 +454,11 @@ def add_wait(builder: Builder, what: str, names: Sequence[Name]) -> None:
 
 
 def add_gradients(builder: Builder, step: Step) -> None:
-    """The gradients of all leaves for the caller: those that stayed parts of vectors as leaves, and zeros of what has none."""
+    """The gradients of floating leaves for the caller: those that stayed parts of vectors as leaves, and zeros of what has none."""
     for stage, sums in enumerate(step.sums):
         if sums.stays_packed:
             _unpack(builder, step, stage, sums.packs, shared=True)
-    add_zero_gradients(builder, step, range(len(step.owner)))
+    add_zero_gradients(builder, step, [leaf for leaf, shape in enumerate(step.params) if has_gradient(shape)])
 
 
 def add_zero_gradients(builder: Builder, step: Step, wanted: Sequence[int]) -> None:

@@ -32,13 +32,13 @@ CHECKPOINTS = frozenset({"checkpoint"})  # Kinds of equations that call a functi
 
 LAYOUT = frozenset("broadcast_in_dim reshape squeeze expand_dims iota copy stop_gradient".split())  # the compiler folds them away
 CHEAP = LAYOUT | frozenset(
-    "convert_element_type slice select_n transpose rev pad concatenate eq ne lt le gt ge and or not xor add sub mul div rem neg "
-    "max min abs sign exp log sqrt rsqrt pow integer_pow clamp floor ceil round is_finite shift_left shift_right_logical "
+    "convert_element_type slice select_n transpose rev pad concatenate stack eq ne lt le gt ge and or not xor add sub mul div rem "
+    "neg max min abs sign exp log sqrt rsqrt pow integer_pow clamp floor ceil round is_finite shift_left shift_right_logical "
     "shift_right_arithmetic bitcast_convert_type random_wrap random_unwrap random_fold_in random_split random_seed "
     "random_clone square".split()
 )  # Kinds that cost less to run again than their result costs to send
 FREE = LAYOUT | frozenset(
-    "transpose slice dynamic_slice concatenate convert_element_type pad rev gather random_wrap random_unwrap split "
+    "transpose slice dynamic_slice concatenate stack convert_element_type pad rev gather random_wrap random_unwrap split "
     "bitcast_convert_type".split()
 )  # Kinds that compute nothing: they move, lay out or convert
 ELEMENTWISE = frozenset(

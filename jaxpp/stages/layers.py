@@ -23,6 +23,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from jaxpp.stages.axes import AxisEnv
+from jaxpp.stages.floating import is_quantised
 from jaxpp.stages.graph import Graph, Rewriter
 from jaxpp.stages.jaxpr import (
     CHEAP,
@@ -253,10 +254,13 @@ def _over(
 
 
 def _hoisted(loop: Scan, is_param: Sequence[bool]) -> tuple[Callable[..., Tree] | None, Callable[..., list[jax.Array]]]:
-    """What the body makes of rows of parameters by cheap operations, same bits for all layers at once; and the rest of it."""
+    """What the body makes of rows of parameters by cheap operations, same bits for all layers at once; and the rest of it.
+
+    What it makes of quantised rows stays inside, so that those of one layer at a time are there in a floating type.
+    """
     inner = loop.body.jaxpr
     rows = list(itertools.compress(inner.invars[loop.num_before :], is_param))
-    of_params, moved = set(rows), []
+    of_params, moved = {var for var in rows if not is_quantised(aval_of(var))}, []
     for eqn in inner.eqns:
         operands = variables(eqn.invars)
         if kind_of(eqn) in CHEAP and operands and of_params.issuperset(operands) and not eqn.effects:

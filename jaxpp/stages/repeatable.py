@@ -23,7 +23,7 @@ TRANSCENDENTAL = frozenset(
     "cbrt lgamma digamma".split()
 )  # Functions that take many operations an element
 _CHOOSING = LAYOUT | frozenset(
-    "transpose rev pad concatenate slice dynamic_slice split select_n neg abs max min clamp real imag conj complex name "
+    "transpose rev pad concatenate stack slice dynamic_slice split select_n neg abs max min clamp real imag conj complex name "
     "bitcast_convert_type reduce_max reduce_min random_wrap random_unwrap sharding_constraint".split()
 )
 EXTREMES = frozenset({"reduce_max", "reduce_min"})  # compared with their operands, or subtracted from them
@@ -44,6 +44,7 @@ _SMOOTH = (
     | PRODUCTS
     | frozenset("gather scatter-add scatter_add cumsum reduce_window_sum fft dynamic_update_slice".split())
 )
+_CODES = 256  # the most values of such a table: as many as a byte tells apart
 ELEMENT, _REDUCED = 1 / 64, 1 / 4
 SOURCE, SINK = "source", "sink"
 _FINITE = 1 << 29  # SciPy counts flow in 32 bits; all prices together take this much, and an edge of no price twice as much
@@ -109,7 +110,12 @@ def may_repeat(name: str, operands: Sequence[Aval], new_dtype: DType | None = No
     """Whether an operation may be run again where nothing is known of its operands."""
     rounded = any(_is_inexact(aval.dtype) for aval in operands)
     decides = name in _DECIDING or (new_dtype is not None and not _is_inexact(new_dtype))
-    return name in _REPEATABLE - {"name"} and not (rounded and decides)
+    return decodes(name, operands) or (name in _REPEATABLE - {"name"} and not (rounded and decides))
+
+
+def decodes(name: str, operands: Sequence[Aval]) -> bool:
+    """Whether an operation looks numbers up in a small table, as the dequantisation by a codebook does."""
+    return name == "gather" and math.prod(operands[0].shape) <= _CODES
 
 
 def price_of(eqn: JaxprEqn, transcendental: float, element: float = ELEMENT) -> float:

@@ -1,7 +1,8 @@
 """One stage of a cut loss: its slice traced, coloured, and made into the programs of its forward and its backward.
 
 The slice is traced once under ``jax.vjp``. What depends on the cotangent is the *backward*, what depends on data the *forward*,
-what depends on parameters alone the *statics*, run once a step: so no residual is a weight, or its copy, cast or transpose. The
+what depends on parameters alone the *statics*, run once a step: so no residual is a weight, or its copy, cast or transpose. What
+cheap equations make of quantised weights is made where it is read, for it is larger than they are and would stay all the step. The
 backward runs again what the policy (``remat.py``) does not keep. I takes what the input's cotangent needs, W the rest, and what
 crosses is kept: so I and W are exactly B, where XLA would repeat the chain of cotangents in W, a third more work. A gradient that
 falls out of an equation of I (a ``scan``) is summed there. A stage whose input wants no cotangent, as the first, has nothing in I.
@@ -20,6 +21,7 @@ from jax.extend.core import Var
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.estimate import CPU_RATES, Rates, seconds_of
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
+from jaxpp.stages.floating import is_quantised
 from jaxpp.stages.graph import Graph, Piece, descendants, live, partition, trace
 from jaxpp.stages.jaxpr import CHEAP, LAYOUT, Atom, aval_of, calls_host, kind_of, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
@@ -27,7 +29,7 @@ from jaxpp.stages.loss.traced_loss import TracedLoss, cheap_values
 from jaxpp.stages.one_hot import with_one_hots
 from jaxpp.stages.program import Backward, Fused, Pack, Program, Ref, Role, packed, packs_of
 from jaxpp.stages.remat import RematPolicy
-from jaxpp.stages.repeatable import product_flops
+from jaxpp.stages.repeatable import decodes, product_flops
 from jaxpp.stages.summands import Summands, summands_of
 from jaxpp.types import Aval, Tree
 
@@ -290,6 +292,7 @@ class StagePrograms:
         barred = descendants(graph, roles[Role.ACTIVATION] + roles[Role.PARAM] + roles[Role.COTANGENT])
         cheap = cheap_values(graph, roles[Role.BATCH], roles[Role.KEY] + roles[Role.STATE], barred)
         sources: dict[Var, frozenset[Var]] = {var: frozenset([var]) for var in roles[Role.PARAM]}
+        quantised = {var for var in roles[Role.PARAM] if is_quantised(aval_of(var))}
         colors: list[str | None] = []
         for eqn in graph.eqns:
             outs = set(eqn.outvars)
@@ -300,8 +303,10 @@ class StagePrograms:
             else:
                 union = frozenset().union(*(sources.get(var, frozenset()) for var in variables(eqn.invars)))
                 sources.update((var, union) for var in outs)
+                operands = list(map(aval_of, eqn.invars))
                 grows = sum(count_bytes(aval_of(v)) for v in outs) > 2 * sum(count_bytes(aval_of(v)) for v in union)
-                again = kind_of(eqn) in LAYOUT or (kind_of(eqn) in CHEAP and grows)
+                grows = grows or not quantised.isdisjoint(union)
+                again = kind_of(eqn) in LAYOUT or (grows and (kind_of(eqn) in CHEAP or decodes(eqn.primitive.name, operands)))
                 colors.append(None if again else _STATICS)
         return colors
 

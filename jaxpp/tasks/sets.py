@@ -135,7 +135,7 @@ def check_params(where: str, params: Params) -> None:
         if not isinstance(leaf, np.ndarray | np.generic | jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     if wrong:
-        fix = "make a Python number an array with np.float32(number); keep all else out of the set"
+        fix = "make a Python number an array with np.float32(number); keep integers with what all tasks share, such as an int8 base"
         raise BankError(where, "the parameters of a set are arrays of floating numbers", wrong, fix)
 
 

@@ -126,6 +126,23 @@ def test_tokens_are_those_of_one_device(decoder, forwards, num_stages, num_group
     check_case(decoder, forwards, num_stages, num_groups, group_size, None)
 
 
+@pytest.mark.long
+def test_tokens_of_an_int8_model_are_those_of_one_device():
+    scale = jnp.float32(1 / 64)
+
+    def rounded(layer):
+        return layer | {"mlp": jnp.round(layer["mlp"] / scale).astype(jnp.int8)}
+
+    def fn(params, carry, tokens):
+        layers = [layer | {"mlp": layer["mlp"].astype(jnp.float32) * scale} for layer in params["layers"]]
+        return SMALL.fn(params | {"layers": layers}, carry, tokens)
+
+    int8 = SMALL._replace(fn=fn, params=SMALL.params | {"layers": list(map(rounded, SMALL.params["layers"]))})
+    forward, params = int8.forward(2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("int8"), jnp.dtype("float32")}
+    check(forward.generate(params, fn, int8.carry, PROMPTS[:2], 4), loop(int8, PROMPTS[:2], 4))
+
+
 @pytest.mark.parametrize("sample", [name if name == "top-k" else pytest.param(name, marks=pytest.mark.long) for name in SAMPLES])
 def test_sampled_tokens_are_those_of_one_device(decoder, forwards, sample):
     check_case(decoder, forwards, 2, 2, 1, SAMPLES[sample])

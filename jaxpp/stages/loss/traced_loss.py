@@ -28,6 +28,7 @@ from jaxpp.errors import JaxppError, LossError, OutputError, ParamsError
 from jaxpp.stages.axes import ONE_DEVICE, RankAxes
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.estimate import SpineCosts
+from jaxpp.stages.floating import has_gradient
 from jaxpp.stages.graph import Graph, descendants, inline_remat, trace
 from jaxpp.stages.jaxpr import CHEAP, Atom, Checkpoint, aval_of, describe, is_ordered, kind_of, variables
 from jaxpp.stages.layers import Layers, Read, first_reads, place_rows, split_scans
@@ -576,24 +577,54 @@ def _check_state(aux: Tree, old: Tree, words: Words) -> tuple[list[Leaf], Tree]:
     return after, aux
 
 
-def check_floating(leaves: Sequence[tuple[KeyPath, Leaf]]) -> None:
-    """Refuse parameter leaves that have no gradient, all of them at once."""
+def check_trainable(leaves: Sequence[tuple[KeyPath, Leaf]], *, allow_int: bool) -> None:
+    """Refuse parameter leaves that are no arrays of numbers, all of them at once, and a tree in which nothing can be trained.
+
+    Leaves of types that have no gradient, such as quantised weights, are frozen, and refused unless ``allow_int``.
+    """
     where = "params"
     if not leaves:
         raise ParamsError(where, "the parameters are a tree of arrays", "a tree without leaves", "pass the model's parameters")
-    wrong = [
-        f"{where}{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else type(leaf).__name__}"
+
+    def allowed(leaf: Aval) -> bool:
+        return not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+    found = [
+        (f"{where}{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else type(leaf).__name__}", leaf)
         for path, leaf in leaves
-        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    wrong = [
+        shown for shown, leaf in found if not (hasattr(leaf, "dtype") and (allowed(leaf) if allow_int else has_gradient(leaf)))
     ]
     if wrong:
-        fix = "make scalars arrays; keep integer and boolean leaves out of params (close over them, or pass them in the batch)"
+        rule = "every parameter leaf must be an array of floating type, because its gradient is"
+        fix = "make scalars arrays, and pass allow_int=True for leaves of integers and booleans, whose gradients are float0 then"
+        if allow_int:
+            rule = "every parameter leaf must be an array of numbers; those of integers and booleans are frozen"
+            fix = "make scalars arrays with jnp.asarray; keep PRNG keys out of params (pass them as the key, or in the batch)"
         if any(callable(leaf) for _, leaf in leaves):
             fix = (
                 "keep the functions out of params, as with Equinox: params, static = eqx.partition(model, eqx.is_inexact_array), "
                 "and in the loss model = eqx.combine(params, static)"
             )
-        raise ParamsError(where, "every parameter leaf must be an array of floating type, because its gradient is", wrong, fix)
+        raise ParamsError(where, rule, wrong, fix)
+    if not any(has_gradient(leaf) for _, leaf in leaves):
+        rule = "integers and booleans have no gradient, so some parameter leaf is of floating type, or there is nothing to train"
+        fix = "add what is to be trained to the parameters, such as an adapter"
+        raise ParamsError(where, rule, [shown for shown, _ in found][:8], fix)
+
+
+def check_bits(leaves: Sequence[tuple[KeyPath, Leaf]]) -> None:
+    """Refuse leaves of numbers smaller than a byte: JAX gives them another layout than programs compiled ahead of time want."""
+    kinds = (jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)
+    bits = [next((of(leaf.dtype).bits for kind, of in kinds if jnp.issubdtype(leaf.dtype, kind)), 8) for _, leaf in leaves]
+    small = [
+        f"params{jax.tree_util.keystr(path)}: {describe(leaf)}" for (path, leaf), size in zip(leaves, bits, strict=True) if size < 8
+    ]
+    if small:
+        rule = "the numbers of a parameter have at least a byte each, for JAX cannot pass smaller ones to a compiled program"
+        fix = "keep two in each number of a uint8 array, and take them apart where they are used, with q & 0xF and q >> 4"
+        raise ParamsError("params", rule, small, fix)
 
 
 def check_arrays(model_state: Tree, name: str = "model state") -> None:
