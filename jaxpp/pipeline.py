@@ -221,7 +221,7 @@ class Pipeline(Forward):
             raise ArgumentError(f"trains={trains!r}", rule, "both", fix)
         self._begin(options, optimizer)
         self._bank, self._stages = bank, tuple[Callable[..., Tree], ...]()
-        self._newest, self._given = _Newest(), given | {"optimizer": optimizer}
+        self._newest, self._given = _Newest(), dict[str, Tree](given, optimizer=optimizer)
         self._first: Pipeline | None = None
 
     @classmethod
@@ -315,8 +315,8 @@ class Pipeline(Forward):
             raise ArgumentError("pipe.other", "other losses train the state of a pipeline of a loss", got, "make a jaxpp.Pipeline")
         first = self._first or self
         taken = {name: value for name, value in self._given.items() if name not in anew or anew[name] is None}
-        options = anew | taken | {"trains": trains, "reduce_aux": reduce_aux, "weight": weight, "cuts": None, "cut_gradient": ()}
-        pipe = Pipeline(loss_fn, **options)
+        own = {"trains": trains, "reduce_aux": reduce_aux, "weight": weight, "cuts": None, "cut_gradient": ()}
+        pipe = Pipeline(loss_fn, **dict[str, Tree](anew | taken | own))
         pipe._first, pipe._newest = first, first._newest
         return pipe
 

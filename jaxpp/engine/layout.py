@@ -111,6 +111,7 @@ class Layout:
     weight: Callable[[Batch], Any] | None  # of a microbatch; None: the number of its examples
     state_slicing: Slicing  # which model state leaves are held as slices
     untrained: frozenset[int]  # the parameter leaves that a step leaves as they are
+    follows: tuple[int, ...]  # the owners of another loss, in whose order equations run; empty: in the user's order
     copies: tuple[StateCopy, ...] = ()  # the last model state leaves, if they are copies of others for further stages
 
     @property
@@ -217,10 +218,10 @@ class _Layouts:
         loss = self._estimated(loss)
         cuts, step = () if like else self._choose(loss, given[0], specs, self.frozen), loss.step
         slicing, state_slicing = self._slicing(loss, cuts, specs), self._state_slicing(loss, cuts)
-        tracing, variables = Tracing(options, self.frozen), given
-        if loss.layers or slicing.any:
+        tracing, variables, known = Tracing(options, self.frozen), given, () if like is None or like.num_own else like.owner
+        if loss.layers or slicing.any or known:
             variables = (slicing.of(given[0]), *(state_slicing.of(state) for state in given[1:]))
-            tracing = Tracing(options, frozenset(slicing.leaves(self.frozen)))
+            tracing = Tracing(options, frozenset(slicing.leaves(self.frozen)), known)
             loss = replace(tracing.trace(options.loss_fn, variables, self.microbatch, self.key), clock=clock)
         specs = tuple(spec for k, spec in enumerate(specs) for _ in slicing.leaves([k]))
         parts, divided = self._parts(variables[0], specs)
@@ -234,7 +235,7 @@ class _Layouts:
             raise ArgumentError("a loss with collectives between replicas", rule, got, "leave the collectives out, or the weights")
         trained = None if self.optimizer is None else _trained_statistics(given[0], self.frozen)
         unevenness = uneven(loss, cuts) if options.cuts is None and like is None and options.balance != "memory" else None
-        owner = owners(loss, cuts) if like is None or like.num_own else like.owner
+        owner = known or owners(loss, cuts)
         shards = tuple(map(over_model, specs))
         idle = None if any(map(any, shards)) or loss.graph.sharded else undivided_warning(options.placement.num_shards)
         first = tracing.cut(loss, cuts, owner, merge.reducers, state_owner=None if like is None else like.state_owner)
@@ -257,6 +258,7 @@ class _Layouts:
             weight=merge.weight,
             state_slicing=state_slicing,
             untrained=frozenset(slicing.leaves(untrained_leaves(given[0], options.trains))),
+            follows=known,
         )
         return layout, first
 
@@ -490,7 +492,7 @@ class Preparer:
     def __init__(self, options: Options, layout: Layout, placement: Placement, first: CutLoss, microbatch: Batch, key: Key | None):
         self.options, self.layout, self.placement = options, layout, placement
         self.groups = ReplicaGroups()
-        self.tracing = Tracing(options, layout.frozen)
+        self.tracing = Tracing(options, layout.frozen, layout.follows)
         self._cuts = LRU[CutLoss](4 * options.max_shapes)  # a shape has microbatches of two sizes, to train and to evaluate
         self._cuts.put((options.loss_fn, shapes_key(microbatch, key), options.is_loss), first)
         self._known_programs: WeakValueDictionary[Hashable, Program] = WeakValueDictionary()
@@ -498,7 +500,9 @@ class Preparer:
     def for_schedule(self, options: Options, placement: Placement) -> "Preparer":
         """The same cuts and groups, for another schedule of the same stages."""
         other = object.__new__(Preparer)
-        other.__dict__.update(self.__dict__, options=options, placement=placement, tracing=Tracing(options, self.layout.frozen))
+        other.__dict__.update(
+            self.__dict__, options=options, placement=placement, tracing=Tracing(options, self.layout.frozen, self.layout.follows)
+        )
         return other
 
     def for_replica(self, options: Options, placement: Placement) -> "Preparer":

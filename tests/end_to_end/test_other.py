@@ -119,6 +119,9 @@ def test_the_update_of_a_player_has_no_program_where_it_trains_nothing():
         lines = pipe.engine.lower("update", BATCH, None).bound.lines
         stages[name] = {line.place.devices[0].id for line in lines if line.label.startswith("update stage")}
     assert stages == {"generator": {0, 1}, "critic": {0, 2, 3}}, "the norms meet on stage 0"
+    assert "tied" not in str(pipes["critic"].stages), (
+        "what is real is judged where what is made is, though the loss judges it first"
+    )
 
 
 def test_a_step_that_keeps_the_old_state_keeps_all_of_it():
