@@ -104,9 +104,8 @@ for step in range(400):
     state, told = disc.step(state, batch_of(step))
     state, metrics = gen.step(state, batch_of(step))
     if step % 100 == 99:
-        print(
-            f"step {step + 1}: discriminator {told.loss:.2f}, told apart {told.aux['told apart']:.0%}; generator {metrics.loss:.2f}"
-        )
+        apart = f"discriminator {told.loss:.2f}, told apart {told.aux['told apart']:.0%}"
+        print(f"step {step + 1}: {apart}; generator {metrics.loss:.2f}")
 
 # %% [markdown]
 # What the generator makes, and how far it is from the nearest real image, compared with noise of the same mean and variance:
