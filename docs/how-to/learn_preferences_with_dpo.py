@@ -148,5 +148,6 @@ assert count(state.opt_state) == 2 * count(reference) + 1
 # - Another preference loss, such as that of IPO or KTO, is another function of the same log-likelihoods.
 # - A reference that is asked for the same pairs in every epoch can be asked once: put its log-likelihoods into the batch, from
 #   `jaxpp.Forward`, and leave it out of the loss.
+# - With [LoRA](fine_tune_with_lora.py) the reference is the policy without its thin matrices, so no copy is needed.
 # - Answers of different lengths are padded, with a mask in `log_likelihood`. The loss is a mean over pairs, so no `weight` is
 #   needed.
