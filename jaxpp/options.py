@@ -62,6 +62,7 @@ class Options:
     shardings: Tree = None  # of the parameters inside a stage, as the user wrote them
     shard: frozenset[str] = frozenset()  # what replicas divide between them: "optimizer", "gradients", "parameters"
     shared: tuple[str, ...] = ()
+    trains: tuple[str, ...] | None = None  # the paths of the parameters that a step changes; None: of all
     max_shapes: int = 8
     fuse: bool = False  # whether a forward and the backward right behind it run as one program, where a stage can
     hbm: int | None = None  # bytes of each device, into which a step is to fit; None if nobody asks
@@ -117,6 +118,7 @@ class Options:
             "shardings": lambda shardings: _check_shardings(shardings, mesh, places[0].num_replicas, known),
             "shard": lambda shard: _shard_of(shard, is_loss=others.get("is_loss", True)),
             "shared": _shared_of,
+            "trains": _trains_of,
             "fuse": lambda fuse: _fuse_of(fuse, platform),
             "max_shapes": int,
         }
@@ -325,6 +327,16 @@ def _shared_of(shared: object) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         rule = "batch leaves for all microbatches are named by their paths, or patterns of paths"
         raise ArgumentError("shared", rule, repr(shared), 'pass for example shared=("beta", "graph/*")')
+    return tuple(map(str, names))
+
+
+def _trains_of(trains: object) -> tuple[str, ...] | None:
+    names = _listed(trains)
+    if trains is None:
+        return None
+    if not names or not all(isinstance(name, str) for name in names):
+        rule = "the parameters that a step trains are named by their paths, or patterns of paths"
+        raise ArgumentError("trains", rule, repr(trains), 'pass for example trains="generator", or leave it out to train all')
     return tuple(map(str, names))
 
 

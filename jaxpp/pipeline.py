@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import optax
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
-from jaxpp.engine.engine import Engine
+from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.init_arguments import first_leaves
 from jaxpp.engine.outcome import leaves_read
 from jaxpp.engine.state import Metrics, State, num_gone, states_of, steps_of
@@ -26,6 +27,7 @@ from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.interrupts import Hold
+from jaxpp.runtime.processes.channel import agreement
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.by_hand import check_stages, compose, scope
 from jaxpp.stages.loss.rng_key import positional_key
@@ -48,6 +50,13 @@ class TrainingSetup(Setup):
 
     runner: Runner  # runs steps on the engine, with the sets of a bank or without
     detector: Detector  # looks for stages that learn nothing
+
+
+@dataclass(eq=False)
+class _Newest:
+    """The newest state, of a pipeline and of those that train it with other losses."""
+
+    state: State | None = None
 
 
 @entries
@@ -123,6 +132,10 @@ class Pipeline(Forward):
             its ``task`` (or one for each replica), and the state holds Theta alone. The bank's optimizer updates each theta[t].
         shared: batch leaves that every microbatch (and replica) gets whole instead of split, by path or pattern of paths:
             ``("graph/*", "positions")``. Leaves without an axis (numbers) are never split.
+        trains: the parameters that a step changes, by path or pattern of paths: ``"generator"``, ``("*/lora_a", "*/lora_b")``.
+            The others keep their values, and what the optimizer holds for them stays as it is; nothing is computed for their
+            gradients. ``other`` makes the pipeline that trains them. The optimizer holds what it does for each apart, as that of
+            ``optax.multi_transform`` does. Default: all.
         max_shapes: for how many batch shapes the compiled steps are kept; the least recently used shape is dropped, and compiled
             again if it returns. A shape evaluated with another loss counts once more.
         hbm: bytes that each device has: ``"24GiB"``, or a number. If the step does not fit when ``init`` first sees shapes, stages
@@ -171,7 +184,7 @@ class Pipeline(Forward):
         schedule: str | Schedule = "1f1b",
         has_aux: bool = False,
         reduce_aux: ReduceAux = None,
-        weight: Callable[[Batch], Any] | str | None = None,
+        weight: Callable[[Batch], ArrayLike] | str | None = None,
         reduction: str = "mean",
         cuts: Sequence[str] | None = None,
         devices: Sequence[Device] | None = None,
@@ -187,6 +200,7 @@ class Pipeline(Forward):
         axes: Mapping[str, str | Sequence[str]] | None = None,
         bank: Bank | None = None,
         shared: str | Sequence[str] = (),
+        trains: str | Sequence[str] | None = None,
         max_shapes: int = 8,
         hbm: float | str | None = None,
         fuse: bool | None = None,
@@ -202,9 +216,13 @@ class Pipeline(Forward):
         options = Options.of(loss_fn, **given)
         if bank is not None:
             check_scaling(options)
+        if bank is not None and options.trains is not None:
+            rule, fix = "a step with a bank trains Theta and the set of its task", "leave trains or bank out"
+            raise ArgumentError(f"trains={trains!r}", rule, "both", fix)
         self._begin(options, optimizer)
         self._bank, self._stages = bank, tuple[Callable[..., Tree], ...]()
-        self._kept: State | None = None
+        self._newest, self._given = _Newest(), dict[str, Tree](given, optimizer=optimizer)
+        self._first: Pipeline | None = None
 
     @classmethod
     def from_stages(  # noqa: PLR0913  (each is an option of the pipeline)
@@ -215,7 +233,7 @@ class Pipeline(Forward):
         optimizer: optax.GradientTransformation,
         num_microbatches: int | None = None,
         schedule: str | Schedule = "1f1b",
-        weight: Callable[[Batch], Any] | str | None = None,
+        weight: Callable[[Batch], ArrayLike] | str | None = None,
         reduction: str = "mean",
         devices: Sequence[Device] | None = None,
         mesh: Mesh | None = None,
@@ -243,12 +261,71 @@ class Pipeline(Forward):
         pipe._stages = functions
         return pipe
 
+    def other(  # noqa: PLR0913  (each is an option of the pipeline)
+        self,
+        loss_fn: LossFn,
+        *,
+        trains: str | Sequence[str] | None = None,
+        has_aux: bool = False,
+        reduce_aux: ReduceAux = None,
+        weight: Callable[[Batch], ArrayLike] | str | None = None,
+        reduction: str = "mean",
+        shared: str | Sequence[str] = (),
+        num_microbatches: int | None = None,
+        schedule: str | Schedule | None = None,
+        remat: Remat | Sequence[Remat] | None = None,
+    ) -> "Pipeline":
+        """A pipeline that trains the same state with another loss, in turn with this one.
+
+        Both have one state and one optimizer. Each step changes the parameters that it ``trains`` and what the optimizer holds for
+        them, where this pipeline keeps them, and copies no parameter. So the two players of a GAN take turns::
+
+            optimizer = optax.multi_transform({"generator": optax.adam(1e-4), "critic": optax.adam(4e-4)}, labels)
+            generator = jaxpp.Pipeline(generator_loss, optimizer, trains="generator", num_stages=4)
+            critic = generator.other(critic_loss, trains="critic")
+            state = generator.init(params, batch)
+            state = critic.init(state, batch)
+            for batch in batches:
+                state, metrics = critic.step(state, batch)
+                state, metrics = generator.step(state, batch)
+
+        ``init`` of the other pipeline takes the state in place of parameters, cuts the loss so that every parameter stays with its
+        owner, compiles the step, and returns the state as it is. ``abstract_state`` takes the shapes of a state, for a checkpoint.
+        ``pipe.state`` is the newest state of both, and ``state.step`` counts the steps of both. Where the loss needs a parameter on
+        a stage before its owner's, a step sends it there.
+
+        Args:
+            loss_fn: as for ``Pipeline``; over the same parameters, and the same model state if there is one.
+            trains: as for ``Pipeline``.
+            has_aux: as for ``Pipeline``.
+            reduce_aux: as for ``Pipeline``.
+            weight: as for ``Pipeline``.
+            reduction: as for ``Pipeline``.
+            shared: as for ``Pipeline``.
+            num_microbatches: as for ``Pipeline``. Default: that of this pipeline, as for the next two and all other options.
+            schedule: as for ``Pipeline``.
+            remat: as for ``Pipeline``.
+
+        Raises:
+            ArgumentError: the pipeline has a bank, or stages by hand.
+        """
+        anew = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
+        if self._bank is not None or self._stages:
+            got = "a pipeline with a bank" if self._bank is not None else "a pipeline from stages by hand"
+            raise ArgumentError("pipe.other", "other losses train the state of a pipeline of a loss", got, "make a jaxpp.Pipeline")
+        first = self._first or self
+        taken = {name: value for name, value in self._given.items() if name not in anew or anew[name] is None}
+        own = {"trains": trains, "reduce_aux": reduce_aux, "weight": weight, "cuts": None, "cut_gradient": ()}
+        pipe = Pipeline(loss_fn, **dict[str, Tree](anew | taken | own))
+        pipe._first, pipe._newest = first, first._newest
+        return pipe
+
     def __repr__(self) -> str:
         if self._setup is None:
             return super().__repr__()
         state = "none yet; pipe.init makes one, a checkpoint is restored to pipe.abstract_state(...)"
-        if self._kept is not None:
-            state = f"after {self._kept.step} step{'s' if self._kept.step != 1 else ''}; print(pipe.state)"
+        if (newest := self._newest.state) is not None:
+            state = f"after {newest.step} step{'s' if newest.step != 1 else ''}; print(pipe.state)"
         return f"{super().__repr__()}\n  state: {state}"
 
     def _described(self) -> list[str]:
@@ -277,7 +354,7 @@ class Pipeline(Forward):
             StateError: there is none; or it is gone, consumed by an update that failed in part or by another pipeline's step.
         """
         self._opened("state")
-        state, where = self._kept, "pipe.state"
+        state, where = self._newest.state, "pipe.state"
         if state is None:
             rule = "a pipeline keeps the newest state that init or step made"
             got = "none: init did not finish, or the state was deleted, or it is to come from a checkpoint"
@@ -291,7 +368,7 @@ class Pipeline(Forward):
 
     @state.deleter
     def state(self) -> None:
-        self._kept = None
+        self._newest.state = None
 
     def init(self, init_or_params: Tree, *args: Tree) -> State:
         """Cut the loss, place the stages, compile the step, and make the first state.
@@ -315,12 +392,15 @@ class Pipeline(Forward):
             InitError: ``init_fn`` cannot be traced, or needs inputs that are not certain; the message has the line to write.
             JaxppError: for a loss, parameters, batch or optimizer that cannot be run.
         """
+        if self._first is not None:
+            self._join(self._first, "init", init_or_params, args)
+            return init_or_params
         given, setup = self._open_given("init", init_or_params, args)
         engine, runner = setup.engine, self._opened("init").runner
-        self._kept = None  # there may be no room for two
+        self._newest.state = None  # there may be no room for two
         leaves = first_leaves(engine, given, runner.held(engine.placed.names), runner.held(engine.placed.homes))
         leaves = runner.with_opt_state(leaves)._replace(loss_scale=engine.make_loss_scale())
-        self._kept = state = setup.states.wrap(leaves)
+        self._newest.state = state = setup.states.wrap(leaves)
         return state
 
     def abstract_state(self, init_or_shapes: Tree, *args: Tree) -> State:
@@ -346,6 +426,8 @@ class Pipeline(Forward):
         Raises:
             JaxppError: as ``init``.
         """
+        if self._first is not None:
+            return self._join(self._first, "abstract_state", init_or_shapes, args).states.abstract
         return self._open_given("abstract_state", init_or_shapes, args)[1].states.abstract
 
     def step(
@@ -385,7 +467,7 @@ class Pipeline(Forward):
         check_flags("pipe.step", donate=donate)
         leaves, num_steps = setup.states.unwrap(state, consumed=donate), steps_of(state)
         setup.detector.look()  # before anything is consumed: a warning may be an error
-        self._kept = state
+        self._newest.state = state
         with Hold() as hold, jax.profiler.TraceAnnotation(STEP):
             try:
                 outcome = setup.runner.step(task, leaves, batch, key, donate=donate, hold=hold.begin)
@@ -395,7 +477,7 @@ class Pipeline(Forward):
                 elif not isinstance(error, Exception) and not hold.begun:
                     error.add_note("jaxpp: the step changed nothing: go on with state = pipe.state")
                 raise
-            self._kept = new = setup.states.wrap(outcome.state, num_steps + 1)
+            self._newest.state = new = setup.states.wrap(outcome.state, num_steps + 1)
         setup.detector.add(outcome.squares)
         return new, Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite, num_steps + 1)
 
@@ -508,13 +590,34 @@ class Pipeline(Forward):
         assert isinstance(setup, TrainingSetup), "equipped below"
         return setup
 
+    def _join(self, first: "Pipeline", where: str, state: Tree, args: Sequence[Tree]) -> Setup:
+        """Cut the loss at the owners of the first pipeline's parameters."""
+        where = f"pipe.{where}"
+        if not isinstance(state, State) or len(args) != 1:
+            rule = "a pipeline made by other trains the state of the first pipeline"
+            got = f"{type(state).__name__} and {len(args)} more argument{'s' * (len(args) != 1)}"
+            raise ArgumentError(where, rule, got, f"call {where}(state, batch) with the state of the first pipeline's {where[5:]}")
+        variables, (batch,) = first._opened(where[5:]).engine.layout.given, args
+        self._refuse_compile_only(where[5:])
+        refuse_tracers(f"{where}(state, batch)", state, batch)
+        first._opened(where[5:]).states.check(state)
+        with agreement(where, self._options.devices) as agree:
+            return self._open(variables if self._options.has_state else variables[0], batch, None, agree)
+
     def _equip(self, engine: Engine, stages: Stages, variables: tuple[Tree, ...], batch: Batch, key: Key | None) -> Setup:
         bank = self._bank
+        if self._first is not None:
+            states = self._first._opened("init").states
+            states.check_alike(states_of(engine))
+            return TrainingSetup(engine, states, stages, Runner(engine), Detector(engine.update.watched))
         runner = Runner(engine) if bank is None else BankRunner(bank, engine, variables, batch, key)
         return TrainingSetup(engine, states_of(engine, own=bank is None), stages, runner, Detector(engine.update.watched))
 
     def _cut(self, variables: tuple[Tree, ...], batch: Batch, key: Key | None, known: Engine | None) -> Engine:
         try:
+            if self._first is not None:
+                like = self._first._opened("init").engine.layout
+                return open_engine(self._options, self._optimizer, variables, batch, key, like=like)
             return super()._cut(variables, batch, key, known)
         except CutError as error:
             idle = [f"stage {k} does not" for k in range(len(self._stages)) if scope(k) in error.unknown]

@@ -21,6 +21,7 @@ from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
 from jaxpp.engine.state import State, states_of
 from jaxpp.errors import BatchError, VerifyError
+from jaxpp.optim.trains import part_of
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.edges import check_alive, put
 from jaxpp.runtime.processes.channel import agreement, raise_alike
@@ -408,7 +409,8 @@ def _together(pairs: Sequence[Params]) -> Params:
 def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], stepped: Leaves[Array]) -> None:
     """Compare an updated state with what plain optax makes of the pipeline's gradients."""
     assert engine.optimizer is not None, "a pipeline has an optimizer"
-    optimizer, scaling = optax.with_extra_args_support(engine.optimizer), engine.options.loss_scale
+    optimizer, scaling = part_of(engine.optimizer, engine.options.trains), engine.options.loss_scale
+    optimizer = optax.with_extra_args_support(optimizer)
 
     @jax.jit
     def update(grads: Grads, state: State, model_state: Tree, loss: Array) -> State:

@@ -19,6 +19,7 @@ from jaxpp.engine.sharding_rules import fits, num_parts, opt_specs_of, over_both
 from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
 from jaxpp.errors import ArgumentError, BatchError, warn
 from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gradients
+from jaxpp.optim.trains import kept_leaves, part_of, untrained_leaves
 from jaxpp.optim.update import Update, opt_name
 from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Constant, Name
@@ -110,6 +111,8 @@ class Layout:
     warnings: tuple[Warning, ...]  # what to tell the user of these stages
     weight: Callable[[Batch], Any] | None  # of a microbatch; None: the number of its examples
     state_slicing: Slicing  # which model state leaves are held as slices
+    untrained: frozenset[int]  # the parameter leaves that a step leaves as they are
+    follows: tuple[int, ...]  # the owners of another loss, in whose order equations run; empty: in the user's order
     copies: tuple[StateCopy, ...] = ()  # the last model state leaves, if they are copies of others for further stages
 
     @property
@@ -156,7 +159,10 @@ def lay_out(
     check_arrays(variables[1:])
     frozen = frozen_by_type(variables[0])
     if optimizer is not None:
-        frozen |= unread_gradients(optimizer, avals_of(variables[0]), jax.ShapeDtypeStruct((), scale_dtype()))
+        untrained_leaves(variables[0], options.trains)  # which refuses paths that no parameter has
+        frozen |= unread_gradients(
+            part_of(optimizer, options.trains), avals_of(variables[0]), jax.ShapeDtypeStruct((), scale_dtype())
+        )
     tracing, schedule = Tracing(options, frozen), options.schedule
     tracing.check_key_taken(options.loss_fn, key)
     check_shared(first_of(batch), options.shared)
@@ -216,10 +222,10 @@ class _Layouts:
         loss = self._estimated(loss)
         cuts, step = () if like else self._choose(loss, given[0], specs, self.frozen), loss.step
         slicing, state_slicing = self._slicing(loss, cuts, specs), self._state_slicing(loss, cuts)
-        tracing, variables = Tracing(options, self.frozen), given
-        if loss.layers or slicing.any:
+        tracing, variables, known = Tracing(options, self.frozen), given, () if like is None or like.num_own else like.owner
+        if loss.layers or slicing.any or known:
             variables = (slicing.of(given[0]), *(state_slicing.of(state) for state in given[1:]))
-            tracing = Tracing(options, frozenset(slicing.leaves(self.frozen)))
+            tracing = Tracing(options, frozenset(slicing.leaves(self.frozen)), known)
             loss = replace(tracing.trace(options.loss_fn, variables, self.microbatch, self.key), clock=clock)
         specs = tuple(spec for k, spec in enumerate(specs) for _ in slicing.leaves([k]))
         parts, divided = self._parts(variables[0], specs)
@@ -233,10 +239,10 @@ class _Layouts:
             raise ArgumentError("a loss with collectives between replicas", rule, got, "leave the collectives out, or the weights")
         trained = None if self.optimizer is None else _trained_statistics(given[0], self.frozen)
         unevenness = uneven(loss, cuts) if options.cuts is None and like is None and options.balance != "memory" else None
-        owner = owners(loss, cuts)
+        owner = known or owners(loss, cuts)
         shards = tuple(map(over_model, specs))
         idle = None if any(map(any, shards)) or loss.graph.sharded else undivided_warning(options.placement.num_shards)
-        first = tracing.cut(loss, cuts, owner, merge.reducers)
+        first = tracing.cut(loss, cuts, owner, merge.reducers, state_owner=None if like is None else like.state_owner)
         layout = Layout(
             given=given,
             slicing=slicing,
@@ -255,6 +261,8 @@ class _Layouts:
             warnings=tuple(filter(None, (options.devices_warning, idle, trained, unevenness, merge.warning))),
             weight=merge.weight,
             state_slicing=state_slicing,
+            untrained=frozenset(slicing.leaves(untrained_leaves(given[0], options.trains))),
+            follows=known,
         )
         return layout, first
 
@@ -470,8 +478,9 @@ def place_leaves(options: Options, optimizer: optax.GradientTransformation | Non
         return Placed(layout, options.placement, known, None, scales)
     (loss,) = shapes_of(first.loss.graph.outputs[:1])
     states = list(zip(layout.state_owner, layout.state_shapes, strict=True)) if options.loss_scale else ()
+    kept = {len(layout.owner) + leaf for leaf in kept_leaves(optimizer, params, layout.untrained)} | layout.untrained
     given = (layout.frozen, options.loss_scale, states, range(layout.num_shared))
-    update = plan_update(optimizer, params, layout.owner, len(first.stages) - 1, loss, *given)
+    update = plan_update(optimizer, params, layout.owner, len(first.stages) - 1, loss, *given, kept=frozenset(kept))
     opt_state = update.tree.unflatten([atom.aval for atom in update.init_graph.outputs])
     specs = opt_specs_of(opt_state, params, layout.parts)
     if replicated and isinstance(params, Joint):  # the optimizer state of two parts is a pair
@@ -487,7 +496,7 @@ class Preparer:
     def __init__(self, options: Options, layout: Layout, placement: Placement, first: CutLoss, microbatch: Batch, key: Key | None):
         self.options, self.layout, self.placement = options, layout, placement
         self.groups = ReplicaGroups()
-        self.tracing = Tracing(options, layout.frozen)
+        self.tracing = Tracing(options, layout.frozen, layout.follows)
         self._cuts = LRU[CutLoss](4 * options.max_shapes)  # a shape has microbatches of two sizes, to train and to evaluate
         self._cuts.put((options.loss_fn, shapes_key(microbatch, key), options.is_loss), first)
         self._known_programs: WeakValueDictionary[Hashable, Program] = WeakValueDictionary()
@@ -496,7 +505,9 @@ class Preparer:
     def for_schedule(self, options: Options, placement: Placement) -> "Preparer":
         """The same cuts and groups, for another schedule of the same stages."""
         other = object.__new__(Preparer)
-        other.__dict__.update(self.__dict__, options=options, placement=placement, tracing=Tracing(options, self.layout.frozen))
+        other.__dict__.update(
+            self.__dict__, options=options, placement=placement, tracing=Tracing(options, self.layout.frozen, self.layout.follows)
+        )
         return other
 
     def for_replica(self, options: Options, placement: Placement) -> "Preparer":

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.tracing import avals_of
-from jaxpp.errors import ParamsError, StateError, shown
+from jaxpp.errors import CutError, ParamsError, StateError, shown
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.edges import HOST_MEMORY, join_slices, joined_home, put, split_slices, to_homes
@@ -277,6 +277,26 @@ class States:
         pairs = zip(map(whole_shape, self._nodes(self._shapes)), self._nodes(self._homes), strict=True)
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=joined_home(home)) for aval, home in pairs]
         return State(*tree.unflatten(leaves))
+
+    def check(self, state: State) -> None:
+        """Refuse a state, or the shapes of one, that is not of this pipeline's parameters and optimizer."""
+        shapes = State(*joined(state.held, whole_shape))
+        pairs = zip(_PARTS, shapes.held, self._abstract.held, strict=True)
+        if wrong := [line for name, found, wanted in pairs for line in _differences(found, wanted, f"state.{name}")]:
+            rule = "pipelines of one state have the same parameters, optimizer and model state"
+            raise StateError("state", rule, wrong, "pass the state of the first pipeline")
+
+    def check_alike(self, other: "States") -> None:
+        """Refuse another pipeline's states if leaves of them live elsewhere."""
+        if self._homes != other._homes:
+            paths = [
+                jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(State(*self._fill(self._shapes)))
+            ]
+            pairs = zip(paths, self._homes, other._homes, strict=True)
+            got = [f"state{path}: {there} instead of {here}" for path, here, there in pairs if here != there][:8]
+            rule = "the steps of pipelines of one state find it on the same devices"
+            fix = "write the loss so that it changes the model state in the order of the first, or make a pipeline of its own"
+            raise CutError("other", rule, got, fix)
 
     def unwrap(self, state: State, where: str = "step", *, consumed: bool = False) -> Leaves[Array]:
         """The leaves of what the user passed to the method ``where`` as a state, each on its owner.

@@ -19,7 +19,7 @@ from jaxpp.stages.loss.aux import Reducer, reducers_of
 from jaxpp.stages.loss.example_axis import Examples, MicrobatchWarning, advice, follow, judge, place_of
 from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, num_examples, resized, shared_leaves
 from jaxpp.stages.loss.rng_key import KeyArgument, key_argument, name_of
-from jaxpp.stages.loss.traced_loss import TracedLoss, trace_loss
+from jaxpp.stages.loss.traced_loss import TracedLoss, in_order_of, trace_loss
 from jaxpp.types import Batch, Key, Leaf, LossFn, Tree
 
 
@@ -80,10 +80,13 @@ def raw_key(key: Key) -> jax.Array:
 
 
 class Tracing:
-    """Traces losses, and cuts them, as the options say; nobody wants the gradient of the ``frozen`` parameter leaves."""
+    """Traces losses, and cuts them, as the options say; nobody wants the gradient of the ``frozen`` parameter leaves.
 
-    def __init__(self, options: Options, frozen: frozenset[int] = frozenset()):
-        self.options, self.frozen = options, frozen
+    With the ``owner`` of each parameter leaf, equations run in the order of these stages, as far as they can.
+    """
+
+    def __init__(self, options: Options, frozen: frozenset[int] = frozenset(), owner: tuple[int, ...] = ()):
+        self.options, self.frozen, self.owner = options, frozen, owner
 
     def _key_argument(self, loss_fn: LossFn) -> KeyArgument:
         return key_argument(loss_fn, 2 + self.options.has_state)
@@ -139,7 +142,8 @@ class Tracing:
         has_aux = self.options.has_aux if loss_fn == self.options.loss_fn else None
         options = {"has_aux": has_aux, "differentiable": train, "frozen": self.frozen, "per_layer": per_layer}
         options |= {"shared": self.shared(microbatch), "is_loss": self.options.is_loss, "axes": axes or self.options.axes}
-        return trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
+        traced = trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
+        return in_order_of(traced, self.owner) if self.owner and not per_layer else traced
 
     def cut(self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], reducers: Mapping[int, Reducer], **known: Any) -> CutLoss:
         """A traced loss as the programs of its stages."""

@@ -50,13 +50,12 @@ _LINE_SEARCH = re.compile(r"missing \d+ required keyword-only arguments?: .*'val
 
 def unread_gradients(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> frozenset[int]:
     """The parameter leaves whose gradient changes nothing, as with ``optax.set_to_zero``: the optimizer freezes them."""
-    flat, leaves = _flat_whole(optimizer, params), jax.tree.leaves(params)
-    graph = _trace_update(flat.update, leaves, flat.opt_leaves, leaves, loss)
+    graph, leaves = traced_update(optimizer, params, loss)[0], jax.tree.leaves(params)
     read = ancestors(graph, variables(graph.outputs))
     return frozenset(k for k, var in enumerate(graph.inputs[: len(leaves)]) if var not in read)
 
 
-def plan_update(
+def plan_update(  # noqa: PLR0913  (what decides an update)
     optimizer: optax.GradientTransformation,
     params: Params,
     owner: Sequence[int],
@@ -66,11 +65,14 @@ def plan_update(
     scaling: Scaling | None = None,
     states: Sequence[tuple[int, Aval]] = (),
     counted: Collection[int] | None = None,
+    *,
+    kept: frozenset[int] = frozenset(),
 ) -> Update:
     """Trace an optimizer on a spread tree of shapes and place its equations.
 
     Gradients of ``frozen`` leaves are not read; ``counted`` leaves (default: all) count in the reported norm. With ``scaling`` a
-    gradient that is not finite changes nothing, nor the model state (``states``: stages and shapes).
+    gradient that is not finite changes nothing, nor the model state (``states``: stages and shapes). The update leaves what is
+    ``kept`` as it is, of parameters and optimizer leaves, numbered one after another; these live where they otherwise would.
     """
     leaves, made = jax.tree.leaves(params), _flat(optimizer, params, loss)
     opt_leaves, plain = made.opt_leaves, made.update
@@ -78,7 +80,7 @@ def plan_update(
     apart = {*frozen, *(k for k in range(len(leaves)) if k not in counted)}
     watched = sorted({stage for leaf, stage in enumerate(owner) if leaf not in apart})
 
-    def update(inputs: UpdateInputs[Array]) -> list[Array]:
+    def update(inputs: UpdateInputs[Array], kept: Collection[int] = ()) -> list[Array]:
         grads = [jnp.zeros_like(grad) if k in frozen else grad for k, grad in enumerate(inputs.grads)]
         scale, finite = [], []
         if scaling is None:
@@ -92,7 +94,9 @@ def plan_update(
         free = [(stage, _wide(grad)) for k, (stage, grad) in enumerate(zip(owner, grads, strict=True)) if k not in apart]
         squares = [optax.tree.norm([grad for own, grad in free if own == stage], squared=True) for stage in watched]
         norm = optax.tree.norm([_wide(grad) for k, grad in enumerate(grads) if k in counted and k not in frozen])
-        return [jnp.array(leaf, copy=True) for leaf in (*results, *scale, *finite, norm, *squares)]
+        new = (*results, *scale, *finite, norm, *squares)
+        old = dict(enumerate((*inputs.params, *inputs.opt)))
+        return [old[k] if k in kept else jnp.array(leaf, copy=True) for k, leaf in enumerate(new)]
 
     def init(params: list[Array]) -> list[Array]:
         return [jnp.array(leaf, copy=True) for leaf in made.init(params)]
@@ -100,15 +104,25 @@ def plan_update(
     scale = () if scaling is None else shapes_of(scaling.init())
     state_owner, state = tuple(stage for stage, _ in states), tuple(shape for _, shape in states)
     inputs = UpdateInputs[Aval](tuple(leaves), tuple(opt_leaves), tuple(leaves), (loss,), scale, state, state)
-    graph = _trace_update(update, inputs)
-    if len(set(owner)) > 1:
-        graph = open_conditions(graph)
     init_graph, _ = trace(init, leaves)
-    others = _made_with(init_graph, owner), tuple(owner), (loss_stage,), (loss_stage,) * len(scale), state_owner, state_owner
-    placer = _Placer(graph, UpdateInputs(*refilled(inputs, graph.inputs)), UpdateInputs(tuple(owner), *others))
+    others = tuple(owner), (loss_stage,), (loss_stage,) * len(scale), state_owner, state_owner
+
+    def placer_of(opt_owner: tuple[int | None, ...], kept: Collection[int]) -> _Placer:
+        graph = _trace_update(functools.partial(update, kept=kept), inputs)
+        graph = open_conditions(graph) if len(set(owner)) > 1 else graph
+        return _Placer(graph, UpdateInputs(*refilled(inputs, graph.inputs)), UpdateInputs(tuple(owner), opt_owner, *others))
+
+    placer = placer_of(_made_with(init_graph, owner), ())
+    placer = placer_of(placer.opt_owner(), kept) if kept else placer
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    placed = placer.opt_owner(), placer.parts(paths), tuple(watched), scaling, state_owner, loss_stage
-    return Update(graph, init_graph, made.opt_tree, tuple(owner), *placed)
+    placed = placer.opt_owner(), placer.parts(paths), tuple(watched), scaling, state_owner, loss_stage, kept
+    return Update(placer.graph, init_graph, made.opt_tree, tuple(owner), *placed)
+
+
+def traced_update(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> tuple[Graph, Tree]:
+    """The flat graph of an update, from gradients, state, parameters and loss to parameters and state; the shapes of the state."""
+    flat, leaves = _flat(optimizer, params, loss), jax.tree.leaves(params)
+    return _trace_update(flat.update, leaves, flat.opt_leaves, leaves, loss), flat.opt_tree.unflatten(flat.opt_leaves)
 
 
 class _Flat(NamedTuple):

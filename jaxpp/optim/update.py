@@ -91,6 +91,7 @@ class Update:
     scaling: Scaling | None  # how the loss is scaled, or None
     state_owner: tuple[int, ...]  # the stage of each model state leaf, if the loss is scaled
     loss_stage: int  # the stage that has the loss, and its scale
+    kept: frozenset[int] = frozenset()  # the results, of parameters and optimizer leaves, that are what they were
     programs: WeakValueDictionary[Hashable, Program] = field(default_factory=WeakValueDictionary)  # the same at every batch size
 
     @property
@@ -173,7 +174,12 @@ class _Writer:
             for part, eqn in zip(update.parts, graph.eqns, strict=True)
         ]
         self.result_parts = self._result_parts()
-        homes = {atom: part for atom, part in zip(graph.outputs, self.result_parts, strict=True) if isinstance(atom, Var)}
+        made = [
+            (atom, part)
+            for k, (atom, part) in enumerate(zip(graph.outputs, self.result_parts, strict=True))
+            if k not in update.kept
+        ]
+        homes = {atom: part for atom, part in made if isinstance(atom, Var)}
         self.pieces: Mapping[UpdatePart, Piece] = partition(graph, self.parts, homes)
         self.made = {var: part for part, piece in self.pieces.items() for var in piece.outputs}
         self.readers: dict[Var, list[UpdatePart]] = {}
@@ -200,9 +206,11 @@ class _Writer:
         return [at if part is None else part for part, at in zip(made, given, strict=True)]
 
     def run(self) -> UpdateResults[Name]:
-        results: dict[int, Name] = {}
-        chosen: dict[UpdatePart, list[int]] = {part: [] for part in sorted({*self.pieces, *self.result_parts})}
-        for k, part in enumerate(self.result_parts):
+        kept = self.update.kept
+        results: dict[int, Name] = {k: self.source[self.old[k]] for k in kept}
+        made = [(k, part) for k, part in enumerate(self.result_parts) if k not in kept]
+        chosen: dict[UpdatePart, list[int]] = {part: [] for part in sorted({*self.pieces, *(part for _, part in made)})}
+        for k, part in made:
             chosen[part].append(k)
         for part, mine in chosen.items():
             names = self._compute(part, mine)

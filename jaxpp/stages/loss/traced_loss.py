@@ -14,7 +14,7 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -669,3 +669,21 @@ def _check_result(result: Leaf, has_aux: bool) -> tuple[Leaf, Tree]:
             fix = "return a real number, for example with jnp.abs or .real"
         raise LossError("loss_fn", rule, describe(aval), fix)
     return loss, aux
+
+
+def in_order_of(loss: TracedLoss, owner: Sequence[int]) -> TracedLoss:
+    """The loss with its equations in the order of the stages that own what they read, as far as they can run in it.
+
+    A critic that judges real examples first, and then what a generator makes, runs on the stages behind the generator's both times.
+    """
+    graph = loss.graph
+    stage, last = dict(zip(loss.params, owner, strict=True)), 0
+    at: list[int] = []
+    for eqn in graph.eqns:
+        at.append(max((stage.get(var, 0) for var in variables(eqn.invars)), default=0))
+        if eqn.effects:
+            at[-1] = last = max(at[-1], last)
+        stage.update(dict.fromkeys(eqn.outvars, at[-1]))
+    order = sorted(range(len(at)), key=lambda i: (at[i], i))
+    eqns, names = (tuple(each[i] for i in order) for each in (graph.eqns, graph.names))
+    return replace(loss, graph=replace(graph, eqns=eqns, names=names))

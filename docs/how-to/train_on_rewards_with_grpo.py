@@ -1,0 +1,208 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Train on rewards with GRPO
+#
+# Group relative policy optimization (GRPO, [arXiv:2402.03300](https://arxiv.org/abs/2402.03300)) lets a language model answer each
+# question several times, scores the answers, and makes those likelier that scored better than the others of their group. One
+# pipeline does both here: it generates with the state that it trains, so no weight is copied and there is no second model. The task
+# can be checked by anyone: additions of two digits.
+
+# %%
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxpp
+
+jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
+
+# %% [markdown]
+# ## A model with a cache
+#
+# As in [Generate text while you train](generate_text.py): `decode=True` is a second way to call the same module, which keeps what
+# it has read in the collection `cache`. A question is three tokens, `3 7 +`, and an answer two, `1 0`; 10 stands for the sign.
+
+
+# %%
+class WithCache(nn.Module):
+    decode: bool
+
+    def cached(self, k, v):
+        """All keys and values so far, and how many there were before these."""
+        keys, values = (self.variable("cache", name, jnp.zeros, k.shape) for name in ("keys", "values"))
+        index = self.variable("cache", "index", jnp.zeros, (), int)
+        start = index.value
+        if not self.is_initializing():
+            keys.value = jax.lax.dynamic_update_slice_in_dim(keys.value, k, start, axis=1)
+            values.value = jax.lax.dynamic_update_slice_in_dim(values.value, v, start, axis=1)
+            index.value = start + k.shape[1]
+        return keys.value, values.value, start
+
+
+# %%
+class Mixer(WithCache):
+    @nn.compact
+    def __call__(self, x):
+        q, k, v = jnp.split(nn.Dense(3 * x.shape[-1], name="qkv")(x), 3, axis=-1)
+        k, v, start = self.cached(k, v) if self.decode else (k, v, 0)
+        seen = jnp.arange(k.shape[1]) <= start + jnp.arange(x.shape[1])[:, None]
+        return nn.softmax(jnp.where(seen, q @ k.swapaxes(1, 2) / x.shape[-1] ** 0.5, -1e9)) @ v
+
+
+# %%
+class LM(nn.Module):
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(11, 64, name="embed")(tokens)
+        for k in range(3):
+            h = Mixer(self.decode, name=f"attention_{k}")(nn.LayerNorm(name=f"norm_{k}")(x))
+            x = x + nn.Dense(64, name=f"out_{k}")(h)
+            x = x + nn.Dense(64, name=f"down_{k}")(nn.gelu(nn.Dense(256, name=f"up_{k}")(x)))
+        return nn.Dense(11, name="head")(x)
+
+
+def next_logits(params, cache, tokens):
+    logits, new = LM(decode=True).apply({"params": params, "cache": cache}, tokens, mutable=["cache"])
+    return new["cache"], logits
+
+
+shapes = jax.eval_shape(LM(decode=True).init, jax.random.key(0), jnp.ones((1, 5), int))["cache"]
+empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+# %% [markdown]
+# ## The loss
+#
+# Each sampled token has the advantage of its answer, and the log-probability with which it was drawn. The loss raises the ratio of
+# the probabilities, new over old, where the advantage is positive, and not by more than a fifth.
+
+
+# %%
+def log_probs(params, tokens):
+    logits = nn.log_softmax(LM().apply({"params": params}, tokens[:, :-1]))
+    return jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[:, 2:, 0]  # of the two tokens of the answer
+
+
+def grpo_loss(params, batch):
+    ratio = jnp.exp(log_probs(params, batch["tokens"]) - batch["old"])
+    gain = batch["advantage"][:, None]
+    return -jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain).mean()
+
+
+def supervised_loss(params, batch):
+    return -log_probs(params, batch["tokens"]).mean()
+
+
+# %% [markdown]
+# ## Begin with a model that errs
+#
+# Two losses train one state: first a supervised one, on sums of which many are wrong, then the one above. `pipe.other` makes the
+# second pipeline, over the parameters of the first, where they are.
+
+# %%
+GROUP, QUESTIONS = 8, 16
+questions = [(a, b) for a in range(10) for b in range(10)]
+
+
+def wrong_sums(step, count=128):
+    rng = np.random.default_rng(step)
+    a, b = rng.integers(0, 10, (2, count))
+    total = np.where(rng.random(count) < 0.5, a + b, rng.integers(0, 19, count))
+    return {"tokens": np.stack([a, b, np.full(count, 10), total // 10, total % 10], 1).astype("i4")}
+
+
+# %%
+shape = {"tokens": np.zeros((GROUP * QUESTIONS, 5), "i4"), "old": np.zeros((GROUP * QUESTIONS, 2), "f4")}
+shape["advantage"] = np.zeros(GROUP * QUESTIONS, "f4")
+rates = optax.piecewise_constant_schedule(2e-3, {200: 0.2})  # after the supervised steps
+first = jaxpp.Pipeline(supervised_loss, optax.adam(rates), num_stages=4)
+pipe = first.other(grpo_loss)
+state = first.init(lambda key: LM().init(key, shape["tokens"])["params"], jax.random.key(0), wrong_sums(0))
+state = pipe.init(state, shape)
+for step in range(200):
+    state, metrics = first.step(state, wrong_sums(step))
+print(pipe.stages)
+
+
+# %% [markdown]
+# ## Ask, score, train
+#
+# `generate` takes the state, yields every token with its log-probability, and leaves the state as it is. The score is 1 for the
+# right sum and 0 for any other, computed on the host.
+
+
+# %%
+def answers(state, asked, key):
+    """The sampled answers, a row for each prompt, and the log-probability of each token."""
+    tokens, old = np.zeros((len(asked), 2), "i4"), np.zeros((len(asked), 2), "f4")
+    prompts = [[a, b, 10] for a, b in asked]
+    options = {"num_tokens": 2, "sample": jaxpp.Sampling(temperature=1.0), "group_size": 16}
+    for token in pipe.generate(state, next_logits, empty, prompts, key=key, **options):
+        tokens[token.prompt, token.index], old[token.prompt, token.index] = token.token, token.logprob
+    return tokens, old
+
+
+# %%
+def scored(asked, tokens):
+    return np.array([10 * first + second == a + b for (a, b), (first, second) in zip(asked, tokens, strict=True)], "f4")
+
+
+def experience(state, step):
+    """A batch of answers and their advantages, and the mean score."""
+    rows = np.random.default_rng(step).choice(len(questions), QUESTIONS, replace=False)
+    asked = [questions[row] for row in rows for _ in range(GROUP)]
+    tokens, old = answers(state, asked, jax.random.key(step))
+    score = scored(asked, tokens)
+    groups = score.reshape(QUESTIONS, GROUP)
+    advantage = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, keepdims=True) + 1e-4)
+    prompts = np.array([[a, b, 10] for a, b in asked], "i4")
+    return {"tokens": np.concatenate([prompts, tokens], 1), "old": old, "advantage": advantage.reshape(-1)}, score.mean()
+
+
+# %%
+scores = []
+for step in range(40):
+    batch, score = experience(state, step)
+    scores.append(score)
+    for _ in range(2):  # the second step is where the ratio differs from 1
+        state, metrics = pipe.step(state, batch)
+    if step % 10 == 9:
+        print(f"step {step + 1}: right {np.mean(scores[-10:]):.0%}")
+assert np.mean(scores[-10:]) > np.mean(scores[:10]) + 0.2
+
+# %% [markdown]
+# ## Check it
+#
+# A step equals the plain step on one device. The advantages of a group add up to 0, and so does the loss of answers that were just
+# sampled, which leaves rounding to compare; with 1 added to each advantage the loss is a number. And the log-probabilities that
+# came with the tokens are those of the loss:
+
+# %%
+batch, _ = experience(state, 1000)
+print(pipe.verify(state, batch | {"advantage": batch["advantage"] + 1}))
+again = pipe.apply(state, batch["tokens"], fn=log_probs)
+np.testing.assert_allclose(again, batch["old"], rtol=1e-3, atol=1e-4)
+
+# %% [markdown]
+# ## What to look out for
+#
+# - A step consumes its state, so read all tokens of a generation before the next step, as the loop above does.
+# - Many sequences in flight keep the stages busy: `group_size` sequences are computed together, and as many groups go round as
+#   there are stages.
+# - A term that keeps the model near a reference needs the reference's log-probabilities: put them into the batch, or its parameters
+#   beside the policy's, as in [Learn preferences with DPO](learn_preferences_with_dpo.py).
+# - Both pipelines have one state and one optimizer, whose count of steps goes on from loss to loss; so the schedule of the learning
+#   rate says when the second loss begins. At the higher rate the model forgets what it knew.
