@@ -9,7 +9,6 @@ The replicas of a rank are apart before a stage begins, as inside a ``jax.shard_
 batch. So a collective over ``data`` is one between replicas, and ``data`` in the sharding of a value says nothing new.
 """
 
-import contextlib
 import functools
 import itertools
 import math
@@ -129,20 +128,25 @@ class RankAxes:
     def untyped(self, function: Callable[..., Tree]) -> Callable[..., Tree]:
         """A function that divides its values as it runs in ``plain``: the same equations, where types do not say what is divided.
 
-        JAX refuses to differentiate some functions where they do: a ``shard_map`` of what is whole has divided cotangents.
+        JAX refuses to differentiate some functions where they do: a ``shard_map`` of what is whole has divided cotangents. And it
+        refuses those that map over a part of the mesh where the whole is in force.
         """
         mesh = user_mesh() or self.whole
-        if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        if mesh is None:
             return function
         typed = mesh.abstract_mesh
         axes = RankAxes(_untyped(typed), outside=self.env)
 
         def run(*args: Tree) -> Tree:
-            with contextlib.suppress(Exception):  # some functions run only where axes have types
+            try:
                 return function(*args)
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
-            make = jax.make_jaxpr(function, axis_env=self.env, return_shape=True)
-            closed, results = traced_inside(typed, (), lambda: make(*shapes))
+            except Exception:  # noqa: BLE001  (some functions run only where axes have types, or where no mesh is in force)
+                shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
+                make = jax.make_jaxpr(function, axis_env=self.env, return_shape=True)
+                try:
+                    closed, results = traced_inside(typed, (), lambda: make(*shapes))
+                except ValueError:
+                    closed, results = traced_inside(_NO_MESH, (), lambda: make(*shapes))
             closed = moved(closed, axes, rules_in(closed.jaxpr, self))
             return jax.tree.structure(results).unflatten(jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
 
@@ -381,14 +385,16 @@ class _Mover:
         context = self._contexts[key] = self._contexts.get(key) or in_mesh(eqn, scope.mesh)
         outs = [self._fresh(var, scope) for var in eqn.outvars]
         new = eqn.replace(outvars=outs, effects=self._bound(eqn.effects), ctx=context.ctx)
-        if kind_of(new) == "pure_callback" and scope.mesh.manual_axes and scope.mesh.auto_axes:  # it wants all axes apart
-            run = jax.shard_map(
-                lambda *args: new.primitive.bind(*args, **new.params),
-                in_specs=PartitionSpec(),
-                out_specs=PartitionSpec(),
-                axis_names=set(scope.mesh.auto_axes),
-                check_vma=False,
-            )
+        apart = set(scope.mesh.auto_axes)
+        if kind_of(new) in _CALLBACKS and scope.mesh.manual_axes and apart:  # they want all axes apart
+            call: Callable[..., Tree] = lambda *args: new.primitive.bind(*args, **new.params)  # noqa: E731
+            if kind_of(new) == "io_callback" and outs:
+                rule = "where a rank has replicas and shards, a callback with effects has no results"
+                fix = "return nothing from it; or use jax.pure_callback, which may be called once on each device"
+                raise _error(eqn, rule, f"jax.experimental.io_callback with {len(outs)} results", fix)
+            call = call if kind_of(new) == "pure_callback" else _on_the_first(call, tuple(apart))
+            whole = PartitionSpec()
+            run = jax.shard_map(call, in_specs=whole, out_specs=whole, axis_names=apart, check_vma=False)
             return self._made(eqn, run, scope)
         return [new], outs
 
@@ -561,6 +567,7 @@ def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
 
 _VARYING = frozenset({"pvary", "pcast"})  # Kinds that say along which axes a value varies, and do nothing
 _REDUCTIONS = frozenset({"psum", "psum_invariant", "pmax", "pmin"})  # Kinds that give back what the only device along an axis has
+_CALLBACKS = frozenset({"pure_callback", "io_callback"})
 _UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda: 0))().eqns[0].params["out_shardings"][0]
 
 
@@ -575,6 +582,15 @@ def _alone(function: Callable[..., Tree], axis: str) -> Callable[..., Tree]:
     def run(*args: Leaf) -> Tree:
         many = jax.vmap(function, in_axes=0, out_axes=0, axis_name=axis, axis_size=1)
         return jax.tree.map(lambda x: x[0], many(*(x[None] for x in args)))
+
+    return run
+
+
+def _on_the_first(call: Callable[..., Tree], axes: tuple[str, ...]) -> Callable[..., Tree]:
+    """A call with effects and no results that the first device along some axes makes."""
+
+    def run(*args: Leaf) -> list[Leaf]:
+        return jax.lax.cond(jax.lax.axis_index(axes) == 0, lambda *given: list(call(*given)), lambda *_: [], *args)
 
     return run
 
