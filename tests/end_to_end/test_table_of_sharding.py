@@ -49,14 +49,16 @@ def chain(between):
     return loss_fn
 
 
-def check(loss_fn, plain, given=PARAMS, batch=BATCH, **options):
-    """Train a step; equal to plain JAX, and found so by ``verify``. Return the new parameters."""
+def check(loss_fn, plain, given=PARAMS, batch=BATCH, parts=1, **options):
+    """Train a step; equal to plain JAX with so many microbatches, and found so by ``verify``. Return the new parameters."""
     pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), **{"num_stages": 2, "num_microbatches": 2} | options)
     state = pipe.init(given, batch)
     pipe.verify(state, batch)
     state, metrics = pipe.step(state, batch)
-    loss, grads = jax.value_and_grad(plain)(jax.device_get(given), jax.device_get(batch))
-    wanted = jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, jax.device_get(given), grads)
+    given = jax.device_get(given)
+    found = [jax.value_and_grad(plain)(given, part) for part in np.split(jax.device_get(batch), parts)]
+    loss, grads = jax.tree.map(lambda *each: sum(each) / parts, *found)
+    wanted = jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, given, grads)
     compare("step", (state.params, metrics.loss), (wanted, loss))
     return state.params
 
@@ -97,6 +99,112 @@ def test_in_the_model(case):
     between, plain, context = IN_THE_MODEL[case]
     with context():
         check(chain(between), chain(plain), **ON)
+
+
+BOTH = P("data", "model")
+RING = [(0, 1), (1, 0)]
+OWN = Mesh(np.array(jax.devices()[:2]), ("x",))
+
+
+def halves(x):
+    return x.reshape(2, -1, x.shape[1])
+
+
+def centred(axes):
+    return lambda x: x - jax.lax.pmean(x.mean(0, keepdims=True), axes)
+
+
+def in_a_loop(x):
+    return jax.lax.scan(lambda x, _: (jnp.sin(x + jax.lax.pmean(x, "data")), None), x, None, length=2)[0]
+
+
+def in_a_plain_loop(x):
+    for _ in range(2):
+        x = jnp.sin(halves(x) + halves(x).mean(0)).reshape(x.shape)
+    return x
+
+
+IN_MAPS = {  # what is computed of blocks, and of the whole
+    "rows": (mapped(jnp.sin, BOTH, mesh=MESH), jnp.sin, ON),
+    "rows over two axes": (
+        mapped(centred(("pipe", "data")), P(("pipe", "data"), "model"), mesh=MESH),
+        lambda x: x - x.mean(0),
+        ON,
+    ),
+    "a mean over data": (mapped(centred("data"), BOTH, mesh=MESH), lambda x: x - x.mean(0), ON),
+    "a mean over both": (
+        mapped(lambda x: x - jax.lax.pmean(x.mean(), ("data", "model")), BOTH, mesh=MESH),
+        lambda x: x - x.mean(),
+        ON,
+    ),
+    "a mean of all as a result": (
+        lambda x: (
+            x - jax.shard_map(lambda x: jax.lax.pmean(x.mean(), ("data", "model")), mesh=MESH, in_specs=BOTH, out_specs=P())(x)
+        ),
+        lambda x: x - x.mean(),
+        ON,
+    ),
+    "a sum of what is whole": (mapped(lambda x: x + jax.lax.psum(x, "data"), P(), mesh=MESH), lambda x: 3 * x, ON),
+    "a ring": (
+        mapped(lambda x: x + jnp.sin(jax.lax.ppermute(x, "data", RING)), BOTH, mesh=MESH),
+        lambda x: x + jnp.sin(jnp.roll(x, len(x) // 2, 0)),
+        ON,
+    ),
+    "all to all": (
+        mapped(lambda x: x * jax.lax.all_to_all(x, "data", 1, 1, tiled=True), P("data"), mesh=MESH),
+        lambda x: x * halves(x).reshape(2, -1, 2, 4).transpose(2, 1, 0, 3).reshape(x.shape),
+        ON,
+    ),
+    "a number of the block": (
+        mapped(lambda x: x * (1 + jax.lax.axis_index("data") + 2 * jax.lax.axis_index("model")), BOTH, mesh=MESH),
+        lambda x: x * (1 + (jnp.arange(len(x)) * 2 // len(x))[:, None] + 2 * (jnp.arange(8) // 4)),
+        ON,
+    ),
+    "blocks of shards": (
+        mapped(lambda x: x * (1 + jnp.arange(8 // 4)), P(None, ("model", "data")), mesh=MESH),
+        lambda x: x * (1 + jnp.arange(8) % 2),
+        ON,
+    ),
+    "another order": (
+        lambda x: jax.shard_map(lambda x: jnp.sin(x).T, mesh=MESH, in_specs=BOTH, out_specs=P("model", "data"))(x).T,
+        jnp.sin,
+        ON,
+    ),
+    "a loop": (mapped(in_a_loop, BOTH, mesh=MESH), in_a_plain_loop, ON),
+    "a checkpoint": (jax.checkpoint(mapped(centred("data"), BOTH, mesh=MESH)), lambda x: x - x.mean(0), ON),
+    "a rule of its own": (mapped(lambda x: nn.relu6(centred("data")(x)), BOTH, mesh=MESH), lambda x: nn.relu6(x - x.mean(0)), ON),
+    "nobody checks": (
+        mapped(lambda x: x - jax.lax.pmean(x.mean(1, keepdims=True), "model"), BOTH, mesh=MESH, check_vma=False),
+        lambda x: x - x.mean(1, keepdims=True),
+        ON,
+    ),
+    "backwards in two": (mapped(centred("data"), BOTH, mesh=MESH), lambda x: x - x.mean(0), ON | {"schedule": "zb-h1"}),
+    "a mesh for a pipeline without": (mapped(centred("data"), BOTH, mesh=MESH), lambda x: x - x.mean(0), {}),
+    "devices of one's own": (mapped(centred("x"), P("x"), mesh=OWN), lambda x: x - x.mean(0), {}),
+    "devices of one's own and replicas": (mapped(centred("x"), P("x"), mesh=OWN), lambda x: x - x.mean(0), {"data_parallel": 2}),
+    "more shards than a rank has": (
+        mapped(
+            lambda x: x - jax.lax.pmean(x.mean(1, keepdims=True), "model"),
+            P(None, "model"),
+            mesh=mesh_of(2, 4, names=("a", "model")),
+        ),
+        lambda x: x - x.mean(1, keepdims=True),
+        ON,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=() if name in ("a mean over both", "devices of one's own") else pytest.mark.long)
+        for name in IN_MAPS
+    ],
+)
+def test_maps_over_any_devices_are_computed_block_by_block(case):
+    between, plain, options = IN_MAPS[case]
+    replicas = 2 if "data_parallel" in options or options.get("mesh") is MESH else 1
+    check(chain(between), chain(plain), parts=2 * replicas, **options)
 
 
 def test_a_callback_with_effects_runs_once_on_each_replica():
