@@ -6,6 +6,7 @@ the sum of its gradients, and of its optimizer state.
 """
 
 import fnmatch
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,12 +56,18 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes) -> tuple[Partition
     Raises:
         ArgumentError: rules that fit no parameter, or shardings that cannot be.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    if shardings is None and axes.sizes.get(MODEL, 1) == 1:
+    places = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: leaf is None)  # None may stand where a leaf may be
+    leaves = [(path, leaf) for path, leaf in places if leaf is not None]
+    if shardings is None and math.prod(axes.sizes.values()) == 1:
         return ()
     paths = [path_name(path) for path, _ in leaves]
     if shardings is None:
         specs = _own(params, [leaf for _, leaf in leaves], axes)
+        if axes.sizes[MODEL] == 1:  # names are those of a mesh that has more axes, or of no mesh
+            known = {DATA, *(name for name, axis, _ in axes.names if axis == DATA)}
+            specs = [PartitionSpec(*(entry if known.issuperset(axis_names(entry)) else None for entry in spec)) for spec in specs]
+            if not any(map(axis_names, itertools.chain(*specs))):
+                return ()
     elif callable(shardings):
         pairs = zip(paths, leaves, strict=True)
         specs = [_spec_of(shardings(path, tuple(leaf.shape)), path, len(leaf.shape)) for path, (_, leaf) in pairs]
@@ -70,8 +77,10 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes) -> tuple[Partition
         by_path = dict(_by_path(shardings)) if isinstance(shardings, Mapping) else {}
         flat = jax.tree.leaves(shardings, is_leaf=_is_rule)
         if by_path and all(map(_is_rule, by_path.values())):
-            specs = _matched(by_path, leaves)
-        elif len(flat) == len(leaves) and all(map(_is_rule, flat)):
+            specs = _matched(by_path, places)
+        elif len(flat) in (len(leaves), len(places)) and all(map(_is_rule, flat)):
+            if len(flat) > len(leaves):
+                flat = [rule for rule, (_, leaf) in zip(flat, places, strict=True) if leaf is not None]
             specs = [_spec_of(rule, path, len(leaf.shape)) for rule, path, (_, leaf) in zip(flat, paths, leaves, strict=True)]
         else:
             rule, got = "a tree of shardings has one for each parameter", f"{len(flat)} leaves for {len(leaves)} parameters"
@@ -122,9 +131,10 @@ def _own(params: Params, leaves: Sequence[Leaf], axes: RankAxes) -> list[Partiti
 
 
 def _metadata(params: Params) -> Iterator[Tree]:
-    from flax.linen import get_partition_spec  # noqa: PLC0415  (takes long, and few need it)
+    from flax.linen import get_logical_axis_rules, get_partition_spec, spmd  # noqa: PLC0415  (takes long, and few need it)
 
-    yield get_partition_spec(params)
+    named, rules = get_partition_spec(params), get_logical_axis_rules()
+    yield spmd.logical_to_mesh(named, rules) if _names_in(named).intersection(name for name, _ in rules) else named
     if "flax.nnx" in sys.modules:
         from flax import nnx  # noqa: PLC0415
 
@@ -132,6 +142,11 @@ def _metadata(params: Params) -> Iterator[Tree]:
             isinstance(leaf, nnx.Variable) for leaf in jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
         ):
             yield nnx.get_partition_spec(params)
+
+
+def _names_in(named: Tree) -> set[object]:
+    """The names in a tree of ``PartitionSpec``s."""
+    return {name for spec in jax.tree.leaves(named, is_leaf=_is_rule) for name in spec or ()}
 
 
 def _divided(leaf: Leaf, axes: RankAxes) -> PartitionSpec:
@@ -149,7 +164,7 @@ def _logical(rules: list[tuple[str, Tree]], params: Params) -> list[PartitionSpe
     from flax.linen import get_partition_spec, spmd  # noqa: PLC0415  (takes long, and few need it)
 
     named = get_partition_spec(params)
-    names = {name for spec in jax.tree.leaves(named, is_leaf=_is_rule) for name in spec}
+    names = _names_in(named)
     if not names.intersection(name for name, _ in rules):
         rule = "logical axis rules map names that parameters give their axes"
         known = ", ".join(sorted(repr(name) for name in names if name is not None)) or "no names (of Flax's metadata)"
@@ -160,8 +175,8 @@ def _logical(rules: list[tuple[str, Tree]], params: Params) -> list[PartitionSpe
     return jax.tree.leaves(spmd.logical_to_mesh(named, rules), is_leaf=_is_rule)
 
 
-def _matched(shardings: Mapping[str, Tree], leaves: Sequence[tuple[KeyPath, Aval]]) -> list[PartitionSpec]:
-    """By path; where several patterns match, the last counts."""
+def _matched(shardings: Mapping[str, Tree], leaves: Sequence[tuple[KeyPath, Aval | None]]) -> list[PartitionSpec]:
+    """By path; where several patterns match, the last counts. A None among the leaves can be named, and has no sharding."""
     paths = [path_name(path) for path, _ in leaves]
     specs, missed = [_WHOLE] * len(leaves), []
     for pattern, rule in shardings.items():
@@ -169,12 +184,12 @@ def _matched(shardings: Mapping[str, Tree], leaves: Sequence[tuple[KeyPath, Aval
         found = [k for k, path in enumerate(paths) if fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"{pattern}/*")]
         missed += [] if found else [pattern]
         for k in found:
-            specs[k] = _spec_of(rule, paths[k], len(leaves[k][1].shape))
+            specs[k] = _spec_of(rule, paths[k], len(getattr(leaves[k][1], "shape", ())))
     if missed:
         rule, fix = "a pattern names parameters or modules by their path", "use paths like those below, with * for any part"
         got, picture = [f"{pattern!r} matches none" for pattern in missed], "\n".join(paths[:12] + ["..."] * (len(paths) > 12))
         raise ArgumentError("shardings", rule, got, fix, picture)
-    return specs
+    return [spec for spec, (_, leaf) in zip(specs, leaves, strict=True) if leaf is not None]
 
 
 def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]], sizes: Mapping[str, int]) -> None:

@@ -329,6 +329,11 @@ def submeshes(
     devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel: int, num_ranks: int, axes: AxisMap
 ) -> tuple[Place, ...]:
     """The place of each rank, from the first; cycled by ``place`` if there are fewer. All violations are ``ArgumentError``."""
+    if isinstance(data_parallel, Sequence):
+        where, rule = f"data_parallel={data_parallel!r}", "microbatch i of a replica passes through all ranks on devices of its own"
+        raise ArgumentError(
+            where, rule, "numbers of replicas for ranks", "pass one number, and cuts that give each device equal work"
+        )
     check_counts("data_parallel, the number of replicas", {"data_parallel": data_parallel}, ArgumentError)
     if mesh is None:
         checked = check_devices(devices)

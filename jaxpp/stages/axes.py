@@ -7,9 +7,11 @@ of the pipeline is left out, and others are refused.
 
 The replicas of a rank are apart before a stage begins, as inside a ``jax.shard_map`` over ``data``: each has its own part of the
 batch. So a collective over ``data`` is one between replicas, and ``data`` in the sharding of a value says nothing new.
+
+A ``shard_map`` over axes that divide nothing inside a stage (``data``, ``pipe``, those of other devices) says what is computed of
+each block of a value. The rank computes that of all blocks, by ``jax.vmap``, and collectives over these axes are between blocks.
 """
 
-import contextlib
 import functools
 import itertools
 import math
@@ -129,20 +131,25 @@ class RankAxes:
     def untyped(self, function: Callable[..., Tree]) -> Callable[..., Tree]:
         """A function that divides its values as it runs in ``plain``: the same equations, where types do not say what is divided.
 
-        JAX refuses to differentiate some functions where they do: a ``shard_map`` of what is whole has divided cotangents.
+        JAX refuses to differentiate some functions where they do: a ``shard_map`` of what is whole has divided cotangents. And it
+        refuses those that map over a part of the mesh where the whole is in force.
         """
         mesh = user_mesh() or self.whole
-        if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        if mesh is None:
             return function
         typed = mesh.abstract_mesh
         axes = RankAxes(_untyped(typed), outside=self.env)
 
         def run(*args: Tree) -> Tree:
-            with contextlib.suppress(Exception):  # some functions run only where axes have types
+            try:
                 return function(*args)
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
-            make = jax.make_jaxpr(function, axis_env=self.env, return_shape=True)
-            closed, results = traced_inside(typed, (), lambda: make(*shapes))
+            except Exception:  # noqa: BLE001  (some functions run only where axes have types, or where no mesh is in force)
+                shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
+                make = jax.make_jaxpr(function, axis_env=self.env, return_shape=True)
+                try:
+                    closed, results = traced_inside(typed, (), lambda: make(*shapes))
+                except ValueError:
+                    closed, results = traced_inside(_NO_MESH, (), lambda: make(*shapes))
             closed = moved(closed, axes, rules_in(closed.jaxpr, self))
             return jax.tree.structure(results).unflatten(jaxpr_as_fun(closed)(*jax.tree.leaves(args)))
 
@@ -197,7 +204,7 @@ def moved(closed: ClosedJaxpr, axes: RankAxes, rules: Rules = MappingProxyType({
     """A traced function, with these derivatives inside, as it runs on a rank.
 
     Raises:
-        LossError: it names axes that a rank does not have, or maps over those of the replicas.
+        LossError: it names axes that a rank does not have.
     """
     if not axes.sizes and not rules and not _mentions(closed.jaxpr):
         return closed
@@ -292,10 +299,12 @@ def _mentions(jaxpr: Jaxpr) -> bool:
 
 
 def axes_named(eqns: Iterable[JaxprEqn]) -> set[str]:
-    """The axes of the collectives among equations, and of those inside them."""
+    """The axes of the collectives among equations, and of those inside them; a ``jax.shard_map`` keeps those over which it maps."""
     found = set[str]()
     for eqn in eqns:
-        found.update(named_axes(eqn), *(axes_named(inner.eqns) for inner in inner_jaxprs(eqn)))
+        mapped = shard_map_of(eqn)
+        inside = set[str]().union(*(axes_named(inner.eqns) for inner in inner_jaxprs(eqn)))
+        found.update(named_axes(eqn), inside if mapped is None else inside - mapped.manual)
     return found
 
 
@@ -320,9 +329,10 @@ class _Scope:
     """Where an equation stands."""
 
     mesh: AbstractMesh  # in force there
-    gone: Mapping[str, int] = field(default_factory=dict)  # axes over which the function maps and a rank does not; their sizes
+    gone: Mapping[str, int] = field(default_factory=dict)  # axes over which the function maps and nothing is done; their sizes
     in_rule: bool = False  # whether it is in the derivative of a function that has one of its own
     checked: frozenset[str] = frozenset()  # the axes of maps around it that check along which of them values vary
+    blocks: Mapping[str, int] = field(default_factory=dict)  # axes of maps around it that run block by block here; their sizes
 
 
 class _Mover:
@@ -338,7 +348,7 @@ class _Mover:
 
     def moved(self, jaxpr: Jaxpr, scope: _Scope) -> Jaxpr:
         """A jaxpr as it stands in ``scope``; made once."""
-        key = jaxpr, scope.mesh, frozenset(scope.gone), scope.in_rule, scope.checked
+        key = jaxpr, scope.mesh, frozenset(scope.gone), scope.in_rule, scope.checked, frozenset(scope.blocks)
         if key not in self._known:
             atoms: dict[Var, Atom] = {var: self._fresh(var, scope) for var in (*jaxpr.constvars, *jaxpr.invars)}
             inputs, split = list(atoms.values()), len(jaxpr.constvars)
@@ -381,14 +391,16 @@ class _Mover:
         context = self._contexts[key] = self._contexts.get(key) or in_mesh(eqn, scope.mesh)
         outs = [self._fresh(var, scope) for var in eqn.outvars]
         new = eqn.replace(outvars=outs, effects=self._bound(eqn.effects), ctx=context.ctx)
-        if kind_of(new) == "pure_callback" and scope.mesh.manual_axes and scope.mesh.auto_axes:  # it wants all axes apart
-            run = jax.shard_map(
-                lambda *args: new.primitive.bind(*args, **new.params),
-                in_specs=PartitionSpec(),
-                out_specs=PartitionSpec(),
-                axis_names=set(scope.mesh.auto_axes),
-                check_vma=False,
-            )
+        apart = set(scope.mesh.auto_axes)
+        if kind_of(new) in _CALLBACKS and scope.mesh.manual_axes and apart:  # they want all axes apart
+            call: Callable[..., Tree] = lambda *args: new.primitive.bind(*args, **new.params)  # noqa: E731
+            if kind_of(new) == "io_callback" and outs:
+                rule = "where a rank has replicas and shards, a callback with effects has no results"
+                fix = "return nothing from it; or use jax.pure_callback, which may be called once on each device"
+                raise _error(eqn, rule, f"jax.experimental.io_callback with {len(outs)} results", fix)
+            call = call if kind_of(new) == "pure_callback" else _on_the_first(call, tuple(apart))
+            whole = PartitionSpec()
+            run = jax.shard_map(call, in_specs=whole, out_specs=whole, axis_names=apart, check_vma=False)
             return self._made(eqn, run, scope)
         return [new], outs
 
@@ -405,7 +417,11 @@ class _Mover:
             make = jax.make_jaxpr(function, axis_env=self._env, return_shape=True)
             closed, shapes = traced_inside(mesh, scope.checked, lambda: make(*args))
             shapes = jax.tree.structure(shapes).unflatten(varying_shapes(closed.jaxpr.outvars))
-            return jaxpr_as_fun(ClosedJaxpr(self.moved(closed.jaxpr, replace(scope, in_rule=True)), closed.consts)), shapes
+            body = self.moved(closed.jaxpr, replace(scope, in_rule=True))
+            if wrong := [name for name in scope.blocks if _of_a_map(name) in axes_named(body.eqns)]:
+                rule = "in a map, a derivative of one's own has collectives over axes of a rank, and no other"
+                raise _error(eqn, rule, f"the axis {wrong[0]!r}", "leave the axis out there, or the function out of the map")
+            return jaxpr_as_fun(ClosedJaxpr(body, closed.consts)), shapes
 
         def inexact(args: Sequence[_T]) -> list[_T]:
             return list(itertools.compress(args, varies))
@@ -437,7 +453,12 @@ class _Mover:
     def _made(self, eqn: JaxprEqn, function: Callable[..., Tree], scope: _Scope) -> Lines:
         """The equations of a function of an equation's operands, in the equation's module."""
         checked = set(map(self._own, scope.checked)).intersection(scope.mesh.manual_axes).difference(self._outside)
-        eqns, results = traced_inside(scope.mesh, checked, lambda: equations_of(function, eqn.invars, self._env))
+        env = self._env
+        if scope.blocks:  # where nothing is checked
+            checked = set[str]()
+            shards = [(name, self._sizes[name]) for name in scope.mesh.manual_axes if name not in dict(env)]
+            env = (*env, *shards, *((_of_a_map(name), size) for name, size in scope.blocks.items()))
+        eqns, results = traced_inside(scope.mesh, checked, lambda: equations_of(function, eqn.invars, env))
         return [each.replace(source_info=eqn.source_info) for each in eqns], results
 
     def _parameter(self, name: str, value: Tree, scope: _Scope) -> Tree:
@@ -462,33 +483,51 @@ class _Mover:
     def _map(self, eqn: JaxprEqn, mapped: ShardMap, scope: _Scope) -> Lines:
         sizes = mapped.mesh.shape
         mine = [name for name in mapped.manual if self._divides(name) and self._own(name) not in scope.mesh.manual_axes]
-        wrong = [name for name in mapped.manual if name not in mine and self._own(name) not in (PIPE, DATA) and sizes[name] > 1]
-        if wrong:
-            raise _error(eqn, "a stage maps over the axes of its rank", f"the axis {wrong[0]!r} of {sizes[wrong[0]]} devices")
-        wrong = [name for name in mine if sizes[name] != self._sizes[self._own(name)]]
-        if wrong:
-            got = f"{sizes[wrong[0]]} along {wrong[0]!r}, where a rank has {self._sizes[self._own(wrong[0])]}"
-            raise _error(eqn, "it is mapped over a mesh with as many devices along an axis as a rank has", got)
-        named = {name for spec in mapped.specs for entry in spec for name in axis_names(entry)}
-        wrong = [name for name in mapped.manual if name not in mine and name in named and sizes[name] > 1]
-        if wrong:
-            rule = f"inside a stage, values are those of one replica: what is divided over {wrong[0]!r} is divided already"
-            fix = f"leave {wrong[0]!r} out of in_specs and out_specs, or pass axis_names={set(mine) or {MODEL}}"
-            raise _error(eqn, rule, f"in_specs or out_specs that name {wrong[0]!r}", fix)
+        mine = [name for name in mine if sizes[name] == self._sizes[self._own(name)]]
+        named = {name for spec in mapped.specs for entry in spec for name in axis_names(entry)}.union(axes_named(mapped.body.eqns))
+        able = named.intersection(mapped.manual).difference(mine)
+        blocks = {name: size for name, size in sizes.items() if name in able and size > 1}
+        if blocks and scope.checked:
+            rule, fix = (
+                "a map inside a map is over axes of a rank",
+                "pass check_vma=False to the outer map, or map over all axes at once",
+            )
+            raise _error(eqn, rule, f"the axis {next(iter(blocks))!r}", fix)
         checked = scope.checked | mapped.manual if mapped.checked else frozenset()
-        gone = {**scope.gone, **{name: sizes[name] for name in mapped.manual.difference(mine)}}
-        inside = replace(scope, gone=gone, checked=checked)
-        if not mine:
+        gone = {**scope.gone, **{name: sizes[name] for name in mapped.manual.difference(mine) if name not in blocks}}
+        inside = replace(scope, gone=gone, checked=checked, blocks={**scope.blocks, **blocks})
+        if not mine and not blocks:
             inputs = zip((*mapped.body.constvars, *mapped.body.invars), eqn.invars, strict=True)
             return self._body(mapped.body, inside, dict(inputs))
         inside = replace(inside, mesh=scope.mesh.update_axis_types(dict.fromkeys(map(self._own, mine), AxisType.Manual)))
-        specs = tuple(self._spec(eqn, spec, sizes, scope) for spec in mapped.specs)
+        specs = tuple(self._spec(eqn, spec, sizes, replace(scope, blocks=inside.blocks)) for spec in mapped.specs)
         manual = frozenset(map(self._own, mine))
+        if inside.blocks:
+            run: Callable[..., Tree] = jaxpr_as_fun(ClosedJaxpr(self.moved(mapped.body, inside), ()))
+            ins, outs = specs[: len(eqn.invars)], specs[len(eqn.invars) :]
+            if mine:
+                run = jax.shard_map(run, in_specs=ins, out_specs=list(outs), axis_names=set(manual), check_vma=False)
+            return self._made(eqn, _by_blocks(run, mapped.specs, sizes, blocks), scope)
         new = ShardMap(self.moved(mapped.body, inside), scope.mesh, specs, manual, mapped.checked)
         return self._told(with_shard_map(eqn, new), scope)
 
     def _collective(self, eqn: JaxprEqn, names: Sequence[str], scope: _Scope) -> Lines:
         kind = kind_of(eqn)
+        if scope.blocks and kind in _VARYING:
+            return [], eqn.invars
+        if found := [name for name in names if name in scope.blocks]:
+            others = [name for name in names if name not in scope.blocks]
+            if others and kind not in _REDUCTIONS:
+                rule = "inside a map, a collective is over axes of a rank, or over axes that no rank has"
+                raise _error(eqn, rule, f"{kind} over {', '.join(map(repr, names))}", "call one collective for each axis")
+            eqn = _renamed(eqn, [_of_a_map(name) for name in found])
+            lines, results = self._told(eqn, scope)
+            if not others:
+                return lines, results
+            more, results = self._collective(_renamed(eqn, others).replace(invars=list(results)), others, scope)
+            return lines + more, results
+        if scope.blocks:
+            eqn = _renamed(eqn, names)
         wrong = [name for name in names if scope.gone.get(name, 1) > 1]
         if wrong and kind not in _VARYING:
             rule = "a collective inside shard_map is one between the shards of a rank"
@@ -520,14 +559,14 @@ class _Mover:
             name
             for given in spec
             for name in axis_names(given)
-            if self._own(name) not in (*self._sizes, PIPE, DATA, MODEL) and sizes[name] > 1
+            if self._own(name) not in (*self._sizes, PIPE, DATA, MODEL) and sizes[name] > 1 and name not in scope.blocks
         ]
         if wrong and self._sizes:
             rule = f"inside a stage, values are sharded over the axes of a rank: {', '.join(map(repr, self._sizes))}"
             raise _error(eqn, rule, f"the axis {wrong[0]!r}")
 
         def entry(given: Tree) -> Tree:
-            names = dict.fromkeys(self._own(name) for name in axis_names(given) if self._divides(name))
+            names = dict.fromkeys(self._own(name) for name in axis_names(given) if self._divides(name) and name not in scope.blocks)
             own = tuple(name for name in names if name not in scope.mesh.manual_axes)
             return given if given is PartitionSpec.UNCONSTRAINED else own or None
 
@@ -542,7 +581,8 @@ class _Mover:
         return self._axis.get(name, name)
 
     def _fresh(self, atom: Atom, scope: _Scope) -> Leaf:
-        return on_mesh(atom, scope.mesh, lambda names: [self._own(name) for name in names if self._divides(name)])
+        divided = (lambda _: False) if scope.blocks else self._divides
+        return on_mesh(atom, scope.mesh, lambda names: [self._own(name) for name in names if divided(name)])
 
     def _bound(self, effects: Iterable[_T]) -> frozenset[_T]:
         """The effects without those that name an axis which programs on a rank do not have."""
@@ -561,6 +601,7 @@ def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
 
 _VARYING = frozenset({"pvary", "pcast"})  # Kinds that say along which axes a value varies, and do nothing
 _REDUCTIONS = frozenset({"psum", "psum_invariant", "pmax", "pmin"})  # Kinds that give back what the only device along an axis has
+_CALLBACKS = frozenset({"pure_callback", "io_callback"})
 _UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda: 0))().eqns[0].params["out_shardings"][0]
 
 
@@ -569,12 +610,89 @@ def axis_names(entry: Tree) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else () if entry is None or entry is PartitionSpec.UNCONSTRAINED else (entry,)
 
 
+def _of_a_map(name: str) -> str:
+    """What the axis of a map is called whose blocks one rank computes, so that it is not taken for one of the rank."""
+    return f"{name} of a map"
+
+
+_SUM = jax.make_jaxpr(lambda x: jax.lax.psum(x, "axis"), axis_env=[("axis", 2)])(1.0).eqns[0]
+
+
+def _renamed(eqn: JaxprEqn, names: Sequence[str]) -> JaxprEqn:
+    """A collective over axes of these names where nobody checks along which of them values vary."""
+    name = "axes" if "axes" in eqn.params else "axis_name"
+    if kind_of(eqn) == "psum_invariant":
+        return eqn.replace(primitive=_SUM.primitive, params={**_SUM.params, name: tuple(names)})
+    return eqn.replace(params={**eqn.params, name: tuple(names) if isinstance(eqn.params[name], tuple) else names[0]})
+
+
+def _by_blocks(
+    function: Callable[..., Tree], specs: Sequence[PartitionSpec], sizes: Mapping[str, int], blocks: Mapping[str, int]
+) -> Callable[..., list[Leaf]]:
+    """A function of a block of each operand as one of whole operands, which makes whole results.
+
+    ``specs``: of operands and results, over axes of these ``sizes``. Of these, ``blocks`` are the axes that number the blocks.
+    """
+
+    def entries(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+        return [axis_names(entry) for entry in spec] + [()] * (ndim - len(spec))
+
+    def divided(x: Leaf, spec: PartitionSpec) -> Leaf:
+        """The blocks along axes in front."""
+        shape, first, others = [], {}, []
+        for names, size in zip(entries(spec, x.ndim), x.shape, strict=True):
+            first |= {name: len(shape) + k for k, name in enumerate(names) if name in blocks}
+            parts = [*(sizes[name] for name in names), size // math.prod(sizes[name] for name in names)]
+            others.append([len(shape) + k for k in range(len(parts)) if k == len(names) or names[k] not in blocks])
+            shape += parts
+        order = [first[name] for name in blocks if name in first]
+        own = [math.prod(shape[k] for k in each) for each in others]
+        moved = x.reshape(shape).transpose([*order, *itertools.chain(*others)])
+        return moved.reshape([*(shape[k] for k in order), *own])
+
+    def joined(x: Leaf, spec: PartitionSpec) -> Leaf:
+        """What ``divided`` makes the blocks of; along axes that the result does not have, all are the same."""
+        of_each = entries(spec, x.ndim - len(blocks))
+        named = set(itertools.chain(*of_each))
+        x = x[tuple(slice(None) if name in named else 0 for name in blocks)]
+        front = [name for name in blocks if name in named]
+        shape, order = [blocks[name] for name in front], []
+        whole = []
+        for names, size in zip(of_each, x.shape[len(front) :], strict=True):
+            inner = [sizes[name] for name in names if name not in blocks]
+            at = iter(range(len(shape), len(shape) + len(inner)))
+            order += [front.index(name) if name in blocks else next(at) for name in names] + [len(shape) + len(inner)]
+            shape += [*inner, size // math.prod(inner)]
+            whole.append(size * math.prod(blocks[name] for name in names if name in blocks))
+        return x.reshape(shape).transpose(order).reshape(whole)
+
+    def run(*args: Leaf) -> list[Leaf]:
+        ins, outs = specs[: len(args)], specs[len(args) :]
+        of_all = function
+        for name in reversed(list(blocks)):
+            axes = tuple(0 if name in itertools.chain(*map(axis_names, spec)) else None for spec in ins)
+            of_all = jax.vmap(of_all, axes, 0, axis_name=_of_a_map(name), axis_size=blocks[name])
+        results = of_all(*map(divided, args, ins))
+        return list(map(joined, results, outs))
+
+    return run
+
+
 def _alone(function: Callable[..., Tree], axis: str) -> Callable[..., Tree]:
     """A function that communicates along an axis of one device."""
 
     def run(*args: Leaf) -> Tree:
         many = jax.vmap(function, in_axes=0, out_axes=0, axis_name=axis, axis_size=1)
         return jax.tree.map(lambda x: x[0], many(*(x[None] for x in args)))
+
+    return run
+
+
+def _on_the_first(call: Callable[..., Tree], axes: tuple[str, ...]) -> Callable[..., Tree]:
+    """A call with effects and no results that the first device along some axes makes."""
+
+    def run(*args: Leaf) -> list[Leaf]:
+        return jax.lax.cond(jax.lax.axis_index(axes) == 0, lambda *given: list(call(*given)), lambda *_: [], *args)
 
     return run
 

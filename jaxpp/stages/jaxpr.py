@@ -227,7 +227,9 @@ def in_mesh(eqn: JaxprEqn, mesh: AbstractMesh) -> JaxprEqn:
 def on_mesh(atom: Atom, mesh: AbstractMesh, renamed: Callable[[Iterable[str]], Iterable[str]]) -> Atom:
     """A variable like another, or a number, where another mesh is in force; ``renamed`` says along which axes there it varies."""
     aval = aval_of(atom)
-    if hasattr(aval, "sharding"):
+    if hasattr(aval, "inner_aval"):  # a reference, as kernels have
+        aval = aval.update(inner_aval=aval_of(on_mesh(Var(aval.inner_aval), mesh, renamed)))
+    elif hasattr(aval, "sharding"):
         sharding, manual = NamedSharding(mesh, PartitionSpec(*[None] * len(aval.shape))), aval.manual_axis_type
         sets = {name: frozenset(renamed(getattr(manual, name))) for name in ("varying", "unreduced", "reduced")}
         aval = aval.update(sharding=sharding, manual_axis_type=type(manual)(**sets))

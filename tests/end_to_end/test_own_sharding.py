@@ -468,25 +468,15 @@ REFUSED = {
         {"data_parallel": 2},
         ["Got: the axis name 'other', which nothing has."],
     ),
-    "a map over data": (
-        mapped(nn.relu, P("data", "model"), mesh=MESH),
+    "a map whose derivative communicates over data": (
+        mapped(with_derivative(lambda g: g - jax.lax.pmean(g, "data")), P("data", "model"), mesh=MESH),
         {"mesh": MESH, "shardings": RULES},
-        [
-            "what is divided over 'data' is divided already",
-            "in_specs or out_specs that name 'data'",
-            __file__,
-            "axis_names={'model'}",
-        ],
+        ["a derivative of one's own has collectives over axes of a rank, and no other", "the axis 'data'"],
     ),
-    "a map over devices of one's own": (
-        mapped(nn.relu, P("x"), mesh=OWN),
-        {},
-        ["a stage maps over the axes of its rank", "the axis 'x' of 2 devices", "pass the pipeline a mesh=... that has it"],
-    ),
-    "a sum over data in a map": (
-        mapped(lambda x: jax.lax.psum(x, "data"), P(), mesh=MESH),
+    "one collective over data and model": (
+        mapped(lambda x: x + jax.lax.all_gather(x, ("data", "model")).sum(), P("data", "model"), mesh=MESH),
         {"mesh": MESH, "shardings": RULES},
-        ["psum over 'data'", "call the collective outside of shard_map"],
+        ["all_gather over 'data', 'model'", "call one collective for each axis", __file__],
     ),
     "another axis": (
         constrained(NamedSharding(mesh_of(2, 4, names=("a", "b")), P("b"))),

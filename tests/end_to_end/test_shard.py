@@ -124,6 +124,14 @@ def of_task(params, task, x):
     return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"] @ task["w"]) ** 2)
 
 
+def two_tasks():
+    return jaxpp.Bank({name: {"w": jnp.full((4, 4), value)} for name, value in (("a", 0.1), ("b", 0.2))}, optax.adam(1e-2))
+
+
+def with_aux(params, x):
+    return two_layers(params, x), {"size": jnp.abs(x @ params["w1"]).mean()}
+
+
 def with_key(params, x, key):
     return two_layers(params, x * jax.random.bernoulli(key, 0.8, x.shape))
 
@@ -140,6 +148,8 @@ def features():
         "a loop that is cut": ({"loss_fn": looped}, loops, x[:, :4], ()),
         "frozen": ({"optimizer": frozen}, params, x, ()),
         "model state": ({"loss_fn": loss_fn, "has_state": True}, made, rows, ()),
+        "aux": ({"loss_fn": with_aux, "has_aux": True}, params, x, ()),
+        "a bank": ({"loss_fn": of_task, "bank": two_tasks()}, params, x, ()),
         "a loss scale": ({"loss_scale": DynamicScale(scale=2.0**10)}, params, x, ()),
         "weights": ({"weight": lambda batch: 1 + jnp.abs(batch).sum()}, params, x, ()),
         "a key": ({"loss_fn": with_key}, params, x, (jax.random.key(3),)),
@@ -152,7 +162,8 @@ def features():
 
 
 NAMES = "ties,a loop that is cut,frozen,model state,a loss scale,weights,a key,MultiSteps,factored moments,a fused last stage"
-NAMES = (*NAMES.split(","), "recompute", "unequal microbatches")
+NAMES = (*NAMES.split(","), "recompute", "unequal microbatches", "aux", "a bank")
+MESHES = (2, 2, 1), (2, 2, 2), (1, 4, 1), (2, 1, 2)
 SHORT = {("ties", "gradients"), ("a loop that is cut", "parameters")}
 
 
@@ -162,25 +173,68 @@ def over_model(path, shape):
 
 def pairs():
     """Each feature with each ``shard``; the meshes and schedules take turns, so that any two of the four meet."""
-    for i, j in itertools.product(range(len(NAMES)), range(len(SHARDS))):
-        mesh, schedule = ((2, 2, 1), (2, 2, 2), (1, 4, 1))[(i + j) % 3], ("1f1b", "zb-v")[(i // 2 + j) % 2]
-        mark = () if (NAMES[i], SHARDS[j]) in SHORT else pytest.mark.slow if (i + j) % 3 == 1 else pytest.mark.long
-        yield pytest.param(NAMES[i], SHARDS[j], mesh, schedule, marks=mark, id=f"{NAMES[i]}, {SHARDS[j]}, {mesh}, {schedule}")
+    for (i, name), (j, shard) in itertools.product(enumerate(NAMES), enumerate((*SHARDS, None))):
+        mesh, schedule = MESHES[(i + j) % 4], ("1f1b", "zb-v")[(i // 2 + j) % 2]
+        mark = () if (name, shard) in SHORT else pytest.mark.slow if (i + j) % 3 == 1 else pytest.mark.long
+        yield pytest.param(name, shard, mesh, schedule, marks=mark, id=f"{name}, {shard}, {mesh}, {schedule}")
+
+
+def on_mesh(mesh, schedule):
+    """The options of a pipeline on a mesh of these sizes."""
+    stages = mesh[0] * (2 if schedule == "zb-v" else 1)
+    schedule = "looped-bfs" if mesh[0] == 1 and schedule == "1f1b" else schedule
+    options = {"mesh": mesh_of(*mesh), "data_parallel": 1, "schedule": schedule, "num_stages": max(2, stages)}
+    return options | ({"shardings": over_model} if mesh[2] > 1 else {})
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of losses that mix examples, and of models smaller than their stages
 @pytest.mark.parametrize(("name", "shard", "mesh", "schedule"), list(pairs()))
 def test_other_options_mean_the_same(x64, name, shard, mesh, schedule):
-    options, params, batch, key = features()[name]
-    stages = mesh[0] * (2 if schedule == "zb-v" else 1)
-    options |= {"mesh": mesh_of(*mesh), "data_parallel": 1, "schedule": schedule, "num_stages": max(2, stages)}
-    options |= {"schedule": "looped-bfs"} if mesh[0] == 1 and schedule == "1f1b" else {}
-    options |= {"shardings": over_model} if mesh[2] > 1 else {}
-    wanted, _ = trained(pipeline(**options), params, batch, *key)
-    pipe = pipeline(**options, shard=shard)
-    found, state = trained(pipe, params, batch, *key)
-    compare("state", found, wanted, floor=GRAD_FLOOR)
-    pipe.verify(state, batch, *key)
+    found = []
+    for each in (None, shard):
+        options, params, batch, key = features()[name]
+        given = {"task": "a"} if "bank" in options else {}
+        pipe = pipeline(**on_mesh(mesh, schedule) | options, shard=each)
+        results, state = trained(pipe, params, batch, *key, **given)
+        found.append((results, jax.device_get(options["bank"].params("a")) if given else ()))
+    compare("state", found[1], found[0], floor=GRAD_FLOOR)
+    pipe.verify(state, batch, *key, **given)
+
+
+def everything(params, model_state, x):
+    """A tied layer, a loop over layers, a layer that is not trained, running statistics and aux."""
+    hidden = jnp.tanh(x @ params["tied"] + params["still"])
+    new = {"mean": 0.9 * model_state["mean"] + 0.1 * hidden.mean(0)}
+    hidden = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), hidden - 0.1 * model_state["mean"], params["layers"])[0]
+    outputs = hidden @ params["tied"].T
+    return jnp.mean(outputs**2), (new, {"size": jnp.abs(outputs).mean()})
+
+
+def all_pairs():
+    """Each mesh with each ``shard``; the schedules take turns."""
+    for (i, mesh), (j, shard) in itertools.product(enumerate(MESHES), enumerate((*SHARDS, None))):
+        schedule = ("1f1b", "zb-v")[(i + j) % 2]
+        mark = pytest.mark.long if (i, j) == (1, 2) else pytest.mark.slow
+        yield pytest.param(shard, mesh, schedule, marks=mark, id=f"{shard}, {mesh}, {schedule}")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("shard", "mesh", "schedule"), list(all_pairs()))
+def test_all_options_together_mean_the_same(x64, shard, mesh, schedule):
+    rng = np.random.default_rng(3)
+    params = {"tied": rng.normal(size=(8, 8)) / 3, "still": rng.normal(size=8), "layers": rng.normal(size=(8, 8, 8)) / 3}
+    first, x = (params, {"mean": jnp.zeros(8)}), rng.normal(size=(16, 8))
+    labels = {"tied": "free", "still": "frozen", "layers": "free"}
+    adam = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+    options = {"has_state": True, "loss_scale": DynamicScale(scale=2.0**10), "weight": lambda batch: 1 + jnp.abs(batch).sum()}
+    found = []
+    for each in (None, shard):
+        optimizer = optax.multi_transform({"frozen": optax.set_to_zero(), "free": adam}, labels)
+        pipe = pipeline(everything, optimizer, **options, **on_mesh(mesh, schedule), shard=each)
+        results, state = trained(pipe, first, x)
+        found.append(results)
+    compare("state", found[1], found[0], floor=GRAD_FLOOR)
+    pipe.verify(state, x)
 
 
 @pytest.mark.long
@@ -188,11 +242,10 @@ def test_other_options_mean_the_same(x64, name, shard, mesh, schedule):
 def test_sets_of_a_bank_are_their_replicas_own(x64, shard):
     found = []
     for each in (None, shard):
-        sets = {name: {"w": jnp.full((4, 4), value)} for name, value in (("a", 0.1), ("b", 0.2))}
-        bank = jaxpp.Bank(sets, optax.adam(1e-2))
+        bank = two_tasks()
         pipe = pipeline(of_task, bank=bank, shard=each)
         results, state = trained(pipe, wide(X, dtype=jnp.float64), X.astype(float), task=["a", "b"])
-        found.append((results, {name: jax.device_get(bank.params(name)) for name in sets}))
+        found.append((results, {name: jax.device_get(bank.params(name)) for name in ("a", "b")}))
         whole, held = bytes_of(state.opt_state)
         assert held < 0.51 * whole or each is None
     compare("state", found[1], found[0], floor=GRAD_FLOOR)

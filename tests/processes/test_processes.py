@@ -176,6 +176,7 @@ class Case:
         looked: whether it evaluates too, and live bytes and compiled programs are looked at.
         applied: whether outputs are asked of it too, and of a ``Forward``.
         remat: what stages keep.
+        shard: what replicas divide between them.
     """
 
     model: str
@@ -190,6 +191,7 @@ class Case:
     looked: bool = False
     applied: bool = False
     remat: str = "least"
+    shard: str | None = None
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -201,6 +203,7 @@ def pipeline(case: Case, devices: Sequence[jax.Device]) -> tuple[jaxpp.Pipeline,
     """The pipeline of a case, over these devices."""
     model = MODELS[case.model](**({"batch_size": case.batch_size} if case.batch_size else {}))
     counts = {"num_stages": case.stages, "num_microbatches": case.microbatches, "schedule": case.schedule, "remat": case.remat}
+    counts |= {"shard": case.shard}
     where: dict[str, Any] = {"devices": devices}
     if case.grid:
         sizes = [case.grid[axis] for axis in case.order]
@@ -394,6 +397,12 @@ TWO = {
         "mlp", "gpipe", 2, 4, (2, 2, 1), (1, 0, 2), batch_size=16, remat="offload"
     ),
 }
+DIVIDED = {
+    "optimizer state across processes": Case("mlp", "zb-v", 4, 4, (2, 2, 1), (1, 0, 2), batch_size=16, shard="optimizer"),
+    "gradients across processes": Case("mlp", "1f1b", 2, 4, (2, 2, 1), (1, 0, 2), batch_size=16, shard="gradients"),
+    "parameters across processes": Case("gpt", "1f1b", 2, 4, (2, 2, 1), (1, 0, 2), batch_size=16, shard="parameters"),
+    "parameters inside each process": Case("mlp", "zb-h1", 2, 4, (2, 2, 1), batch_size=16, shard="parameters"),
+}
 FOUR = {
     "eight ranks": Case("mlp", "1f1b", 8, 4, local=True, looked=True),
     "data across processes, pipe too": Case("mlp", "1f1b", 2, 2, (2, 2, 2), (1, 0, 2)),
@@ -462,6 +471,11 @@ def two(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def divided(tmp_path_factory):
+    return Together(2, DIVIDED, tmp_path_factory.mktemp("divided"))
+
+
+@pytest.fixture(scope="module")
 def four(tmp_path_factory):
     return Together(4, FOUR, tmp_path_factory.mktemp("four"))
 
@@ -499,6 +513,12 @@ def test_two_processes_give_the_bits_of_one(few, name):
 @pytest.mark.parametrize("name", TWO)
 def test_more_pipelines_of_two_processes_give_the_bits_of_one(two, name):
     check(two, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", DIVIDED)
+def test_replicas_of_two_processes_divide_state_with_the_bits_of_one(divided, name):
+    check(divided, name)
 
 
 @pytest.mark.long
