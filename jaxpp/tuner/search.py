@@ -292,6 +292,7 @@ class _Search:
         self.unseen = list[Family]()
         self.promised = dict[tuple[Candidate, Family], float]()
         self.made = set[Family]()  # for which a schedule was made to measure
+        self.to_measure = set[Candidate]()  # the candidates with these, of which one may have the rows of a schedule with a name
         self.began = self._now()
 
     def _now(self) -> float:
@@ -400,7 +401,9 @@ class _Search:
                 self.add([own for own in self._cut(dataclasses.replace(candidate, balance="cost")) if own.cuts != cuts])
             if AUTO in space.schedules and candidate.schedule.name != AUTO:
                 likes = [dataclasses.replace(candidate, remat=remat) for remat in self._kept(candidate)]
-                self.add([own for like in likes for own in self._made(like)])
+                found = [own for like in likes for own in self._made(like)]
+                self.to_measure.update(found)
+                self.add(found)
 
     def _cut(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same, cut for its own schedule where cuts depend on that; nothing if it cannot be cut."""
@@ -443,7 +446,8 @@ class _Search:
     def result(self, space: Space) -> SearchResult:
         steps = dict[Candidate, tuple[float, ...]]()
         self.bar.total += self.limits.num_measured
-        ordered = [candidate for candidate in self.ordered() if candidate.schedule.name in space.schedules]
+        names, made = space.schedules, self.to_measure
+        ordered = [candidate for candidate in self.ordered() if candidate.schedule.name in names or candidate in made]
         fitting = self._fitting(candidate for candidate in ordered if candidate.is_cut)
         if not fitting:
             raise self._nothing_fits()
