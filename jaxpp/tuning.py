@@ -29,7 +29,7 @@ from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.draw.canvas import Figure, has_matplotlib
 from jaxpp.schedule.draw.text import figure_html
-from jaxpp.schedule.registry import SCHEDULES, make
+from jaxpp.schedule.registry import AUTO, SCHEDULES, make
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.microbatch import check_batch
 from jaxpp.stages.stage_table import bytes_in_words
@@ -229,7 +229,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     num_ranks: int | Sequence[int] | None = None,
     stages_per_rank: int | Sequence[int] = (1, 2),
     remat: str | Sequence[str] | None = None,
-    balance: str | Sequence[str] = "flops",
+    balance: str | Sequence[str] | None = None,
     num_measured: int = 3,
     keep: bool | str | os.PathLike[str] = True,
     **options: object,
@@ -254,7 +254,9 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         hbm: bytes that each device has: ``"24GiB"``, or a number. Default: what the devices report (CPUs report nothing).
         seconds: a budget for measuring: those that promise most come first, and ``print(tuning)`` tells what was not looked at. The
             best few are run after that, in any case. Default: no budget.
-        schedules: a name, or several. Default: all of ``jaxpp.schedule.SCHEDULES``.
+        schedules: a name, or several. Default: all of ``jaxpp.schedule.SCHEDULES``, and ``"auto"``: schedules made to measure, for
+            what the stages of the best few candidates were measured to take, in as much memory as there is (``hbm``), or as these
+            candidates take if that is not known.
         num_microbatches: a number, or several. Default: about half, one, two, four and eight times the ranks, or what near these
             divides the batch; and 1 for ``naive``.
         num_ranks: a number, or several. Default: as many as the devices have room for.
@@ -262,7 +264,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         remat: ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``, or several of these. Default: ``"least"``; and, if the
             fastest candidate does not fit into ``hbm``, ``"offload"`` and ``"recompute"`` as well.
         balance: by what the loss is cut, as for ``Pipeline``; or several of these. Default: ``"flops"``, one cut for all schedules,
-            which share their measurements.
+            which share their measurements; and then ``"cost"`` for the best few, each cut for its own schedule.
         num_measured: how many candidates are run, by turns in several rounds. With 0, the best by prediction is chosen.
         keep: whether measurements are kept for later calls, in the user's cache folder or in a folder of this name.
         **options: of ``Pipeline``, for all candidates: ``has_aux``, ``weight``, ``has_state``, ``shardings``, ``axes``, ...
@@ -307,11 +309,12 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         num_examples=examples[0],
         num_ranks=tuple(count for count, several in splits if several == 1),
         splits=tuple(split for split in splits if split[1] > 1),
-        schedules=tuple(SCHEDULES) if schedules is None else _schedules_of(schedules),
+        schedules=(*SCHEDULES, AUTO) if schedules is None else _schedules_of(schedules),
         stages_per_rank=_counts_of("stages_per_rank", stages_per_rank),
         num_microbatches=counts,
         remat=("least",) if remat is None else _remat_of(remat),
-        balance=_listed(balance),
+        balance=("flops",) if balance is None else _listed(balance),
+        own_cuts=balance is None,
         in_order=bool(options.get("has_state")),
     )
     given: Arguments = {
@@ -432,7 +435,8 @@ def _ranks_of(value: object, most: Mapping[int, int], replicas: int) -> tuple[in
 
 def _schedules_of(value: object) -> tuple[str, ...]:
     fix = 'pass schedules="1f1b", or leave it out to look at all'
-    return _several("schedules", value, partial(make, num_ranks=1, num_microbatches=2), "there is at least one name", fix)
+    good = partial(make, num_ranks=1, num_microbatches=2)
+    return _several("schedules", value, lambda name: name == AUTO or good(name), "there is at least one name", fix)
 
 
 def _remat_of(value: object) -> tuple[str, ...]:

@@ -149,7 +149,7 @@ def table(result: Result) -> str:
         cells.append([row.model, row.remat, *sizes])
     notes = [
         "peak: of the arrays on the fullest device, parameters, gradients and optimizer included, temporaries not",
-        "time: over that of the least, on the virtual clock, where an action takes as long as its products; copies delay nothing",
+        "time: over that of the least, on the virtual clock, by the FLOPs and bytes of all operations; copies delay nothing",
         "repeated: FLOPs of products and convolutions that a step runs again, over those of a step that repeats none",
     ]
     return "\n".join([*columns(cells, left=()), "", *notes])

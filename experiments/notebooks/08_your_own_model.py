@@ -153,6 +153,35 @@ pipe.stages
 #
 # Cheap operations that several stages need, such as the causal mask, are computed again on each stage and not sent.
 #
+# ## Layers that do not learn
+#
+# Why the costs of a *step*, and not those of the forward? For a layer that learns, the backward takes twice as long as the forward:
+# once for the cotangent of its input (I), once for the gradients of its weights (W). A frozen layer has no W. And if nothing before
+# it learns, nobody asks for the cotangent either: its backward takes no time at all, as in a frozen encoder, or in the teacher of a
+# distillation. Here the first four of eight equal layers are frozen. `abstract_state` cuts the model without making a state:
+
+# %%
+layers = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 8
+
+
+def chain(layers, x):
+    for weights in layers:
+        x = jnp.tanh(x @ weights)
+    return jnp.mean(x**2)
+
+
+half = optax.multi_transform({"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}, ["freeze"] * 4 + ["train"] * 4)
+for balance in ("flops", "cost"):
+    cut = jaxpp.Pipeline(chain, half, num_stages=2, num_microbatches=8, balance=balance)
+    cut.abstract_state(layers, jax.ShapeDtypeStruct((2048, 256), jnp.float32))
+    shares = [f"{stage.seconds / sum(each.seconds for each in cut.stages):.0%}" for stage in cut.stages]
+    print(f"{balance:5} layers {[len(stage.params) for stage in cut.stages]}, shares of the step {shares}", end=", ")
+    print(f"{cut.stages.speed_up:.2f} times as fast as one device")
+
+# %% [markdown]
+# Cut by the FLOPs of the forward, each stage has four layers, and the second has almost three quarters of the work. Cut by the
+# costs of the step, which is the default, the first stage takes a layer that learns as well.
+#
 # ## Your own cuts
 #
 # `cuts=` names the modules with which the second and all later stages begin. A person would perhaps cut this model between the

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jaxpp.observe.evaluate import Parts, alone, parts
 from jaxpp.schedule.draw.canvas import INK, Axes, Entry, Figure, draw_key, group_colour, matplotlib_module, new_figure
-from jaxpp.schedule.registry import SCHEDULES
+from jaxpp.schedule.registry import AUTO, SCHEDULES
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tuner.search import KNOBS, Candidate, Knob, Row, SearchResult
 
@@ -245,7 +245,7 @@ def _key(rows: Sequence[Row], hbm: int | None, *, inside: bool) -> list[Entry]:
 
 
 def _colours() -> Mapping[str, str]:
-    return {name: group_colour(k) for k, name in enumerate(SCHEDULES)}
+    return {name: group_colour(k) for k, name in enumerate((*SCHEDULES, AUTO))}
 
 
 def _listing(title: str, points: Sequence[_Point], best: Row, first: int) -> Iterator[str]:

@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from jaxpp.engine.compared import opening_texts
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.init_arguments import InitArguments, first_leaves, variables_of
+from jaxpp.engine.layout import Layout
 from jaxpp.engine.tracing import Tracing
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.bound import bound_of
@@ -63,7 +64,7 @@ _LEAST = 6  # steps that are timed, however long they take; half as many in a ro
 _LOOKS = 3  # steps of each kind that are looked at
 _HALVINGS = 30
 _MOST = 4.0  # how much longer actions may take in a step than alone, or less long
-_KIND = "jaxpp tune 3"  # what a file of results says of itself; another number for other contents
+_KIND = "jaxpp tune 4"  # what a file of results says of itself; another number for other contents
 
 
 class Devices:
@@ -101,6 +102,7 @@ class Devices:
         name = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:32]
         self._results = _Results(keep, f"{name}.json", several=len(processes_of(self._devices)) > 1)
         self._families: dict[Family, tuple[_Steps, Needs]] = {}
+        self._layouts: dict[Family, Layout] = {}  # of families with cuts for another schedule than a plain one
         self._pace = _Pace()
         self.num_measured = 0
 
@@ -121,6 +123,18 @@ class Devices:
     def peaks(self, candidate: Candidate) -> tuple[int, ...]:
         """The bytes that each device holds at its peak, of each rank in order."""
         return tuple(self._result("peaks", [candidate], lambda: self._peaks_of(self._steps(candidate), candidate.family)))
+
+    def cuts(self, candidate: Candidate) -> tuple[int, ...]:
+        """Where the pipeline of a candidate cuts its loss; nothing is compiled for it, unless stages are measured for the cut."""
+        if candidate.balance == "flops":  # whatever the schedule
+            return self._family(candidate.family)[0].engine.layout.cuts
+        layout = self._open(candidate).engine.layout
+        self._layouts[candidate.family._replace(splits=False, cuts=layout.cuts)] = layout
+        return layout.cuts
+
+    def kept(self, family: Family) -> tuple[int, ...]:
+        """The bytes of residuals that each stage keeps of a microbatch."""
+        return tuple(code.kept for code in self._family(family)[0].cut.stages)
 
     def steps(self, candidates: Sequence[Candidate]) -> list[tuple[float, ...]]:
         """The seconds of some steps of each, from call to results, in rounds; on shared cores, at the first pace (``_Pace``).
@@ -145,7 +159,7 @@ class Devices:
         names: list[str] = []
         for candidate in candidates:
             rows = hashlib.sha256(candidate.schedule.to_csv().encode()).hexdigest()[:32]
-            names.append(" ".join([*(f"{knob.name}={knob.value(candidate)}" for knob in KNOBS), rows]))
+            names.append(" ".join([*(f"{knob.name}={knob.value(candidate)}" for knob in KNOBS), f"cuts={candidate.cuts}", rows]))
         return self._results.known(kind, ", ".join(names), ask)
 
     def _options_of(self, candidate: Candidate) -> Options:
@@ -158,12 +172,13 @@ class Devices:
         """As many as there can be."""
         return num_places(self._devices, self._mesh, family.replicas, self._axes)
 
-    def _open(self, candidate: Candidate) -> "_Steps":
+    def _open(self, candidate: Candidate, like: Layout | None = None) -> "_Steps":
         options = self._options_of(candidate)
         shapes = InitArguments(self._made, self._batch, self._key if self._makes else None, "jaxpp.tune").shapes(options.axes)
         variables = variables_of(options, shapes)
         key = Tracing(options).key_for(variables, self._batch, self._key)
-        return _Steps(open_engine(options, self._optimizer, variables, self._batch, key), self._batch, key, self._variables)
+        engine = open_engine(options, self._optimizer, variables, self._batch, key, like=like)
+        return _Steps(engine, self._batch, key, self._variables)
 
     def _variables(self) -> Tree:
         if not self._makes:
@@ -179,7 +194,8 @@ class Devices:
     def _family(self, family: Family) -> tuple["_Steps", Needs]:
         if family not in self._families:
             schedule = plain_schedule(family, self._num_ranks(family))
-            steps = self._open(Candidate(schedule, family.remat, family.balance, family.replicas))
+            layout = self._layouts.get(family._replace(splits=False))
+            steps = self._open(Candidate(schedule, family.remat, family.balance, family.replicas), layout)
             self._families[family] = steps, program_needs(steps.engine, self._batch, steps.key)
         return self._families[family]
 
@@ -196,6 +212,8 @@ class Devices:
         self.num_measured += 1
         if compiles_only(self._devices[0]):
             return self._bounded(family)
+        if family.cuts and self._pace.reference is None:  # a reference is cut so that it can be opened in another process, too
+            self.costs(family._replace(balance="flops", cuts=()))
         steps, plain = self._runnable(family)
         self._open_reference()
         engine = steps.engine
@@ -241,7 +259,7 @@ class Devices:
         room = min((each for each in rooms if each is not None), default=None)
         usual = steps.engine.options.schedule
         for schedule in (usual, one_at_a_time(usual)):
-            candidate = Candidate(schedule, family.remat, family.balance, family.replicas)
+            candidate = Candidate(schedule, family.remat, family.balance, family.replicas, family.cuts)
             tried = steps if schedule is usual else self._steps(candidate)
             peak = max(self._peaks_of(tried, family))
             if room is None or peak <= room:

@@ -2,8 +2,9 @@
 
 A candidate is the options of one pipeline. Candidates that run the same stage programs are a *family*, which costs seconds to
 trace, cut, compile and measure. Which schedule orders the programs, which rank runs them, and whether residuals wait in host memory
-makes no other program, so candidates are only simulated, which costs milliseconds. Of those that fit, the best few are run. Without
-a budget nothing depends on how long the search takes, so every process finds the same.
+makes no other program, so candidates are only simulated, which costs milliseconds. Then the best few are improved, by turns: each
+is cut for its own schedule, and schedules are made to measure, from what the stages of a family were measured to take. Of those
+that fit, the best few are run. Without a budget nothing depends on how long the search takes, so every process finds the same.
 """
 
 import contextlib
@@ -25,12 +26,15 @@ from jaxpp.runtime.progress import progress
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.offload import offloads
-from jaxpp.schedule.registry import SCHEDULES, make
+from jaxpp.schedule.registry import AUTO, SCHEDULES, make
 from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tuner.to_measure import made_like, residual_peaks
 from jaxpp.types import Arguments
 
 _PATIENCE = 1  # seconds before a progress bar shows
 _SAVES = ("least", "offload", "recompute")  # what stages may keep where memory is short
+_ROUNDS = 3  # in each, the best few are improved: with cuts, then a schedule for these cuts, then cuts for this schedule
+_TRIES = 3  # schedules that are made with less and less room, until one fits
 _POWERS = range(-1, 4)  # of two: the numbers of microbatches in parts of the number of ranks
 
 
@@ -43,11 +47,13 @@ class Family(NamedTuple):
     balance: str  # by what the loss is cut
     splits: bool  # whether backwards are split into I and W
     replicas: int = 1  # of each stage; the number of microbatches is that of each of them
+    cuts: tuple[int, ...] = ()  # where stages begin on the spine; where they do for a plain schedule if it is empty
 
     @property
     def words(self) -> str:
         """For people."""
         more = f", {_counted(self.replicas, 'replica')}" * (self.replicas > 1) + ", recomputed" * (self.remat == "recompute")
+        more += f", cut at {', '.join(map(str, self.cuts))}" * bool(self.cuts)
         return f"{_counted(self.num_stages, 'stage')}, {_counted(self.num_microbatches, 'microbatch', 'es')}{more}"
 
 
@@ -59,13 +65,19 @@ class Candidate:
     remat: str = "least"  # ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``, the same for all stages
     balance: str = "flops"  # by what the loss is cut
     replicas: int = 1  # of each stage, a device each: ``data_parallel``
+    cuts: tuple[int, ...] = ()  # where its loss is cut, once that is known and if it depends on the schedule
 
     @cached_property
     def family(self) -> Family:
         """The family whose programs it runs; offloading keeps what ``"least"`` keeps."""
         kept, schedule = "least" if self.remat == "offload" else self.remat, self.schedule
         splits = any(action.kind == Kind.W for row in schedule.rows for action in row)
-        return Family(schedule.num_stages, schedule.num_microbatches, kept, self.balance, splits, self.replicas)
+        return Family(schedule.num_stages, schedule.num_microbatches, kept, self.balance, splits, self.replicas, self.cuts)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its family has the cuts of its pipeline, and not those that a plain schedule would have."""
+        return bool(self.cuts) or self.balance == "flops" or self.schedule.num_stages == 1
 
     @property
     def offload(self) -> tuple[int | None, ...]:
@@ -121,17 +133,18 @@ def _counted(number: int | str, noun: str, plural: str = "s") -> str:
 
 @dataclass(frozen=True)
 class Space:
-    """What is looked at: every combination of these is a candidate, if there is such a schedule."""
+    """What is looked at: every combination of these is a candidate, if there is such a schedule; and what improves the best few."""
 
     num_examples: int  # of the batch: each microbatch has at least one of them
     num_ranks: tuple[int, ...]  # of candidates with one replica
-    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    schedules: tuple[str, ...] = tuple(SCHEDULES)  # names, and ``"auto"`` where schedules are made to measure, too
     stages_per_rank: tuple[int, ...] = (1, 2)
     num_microbatches: tuple[int, ...] = ()  # numbers of microbatches; the usual ones if none are given, and 1 for ``naive``
     remat: tuple[str, ...] = ("least",)  # what stages keep: ``"least"``, ``"keep"``, ``"recompute"`` or ``"offload"``
     balance: tuple[str, ...] = ("flops",)  # by what the loss is cut
     in_order: bool = False  # whether each stage must run its forwards in order, because the loss has a model state
     splits: tuple[tuple[int, int], ...] = ()  # the numbers of ranks and of replicas of candidates with several
+    own_cuts: bool = False  # whether the best few are also looked at as they are cut by cost, each for its schedule
 
 
 def usual_microbatches(num_examples: int, num_ranks: int) -> tuple[int, ...]:
@@ -172,7 +185,8 @@ def _schedules(space: Space) -> Iterator[tuple[Schedule, int]]:
     for ranks, replicas in (*((ranks, 1) for ranks in space.num_ranks), *space.splits):
         num_examples = space.num_examples // replicas
         usual = usual_microbatches(num_examples, ranks)
-        for name in space.schedules:
+        names = [name for name in space.schedules if name != AUTO] or SCHEDULES  # there is none to measure without another one
+        for name in names:
             recipe = SCHEDULES[name]
             for v in (v for v in space.stages_per_rank if v == recipe.stages_per_rank or (recipe.varies and v > 1)):
                 for count in space.num_microbatches or ((1,) if name == "naive" else usual):
@@ -198,6 +212,14 @@ class Machine(Protocol):
 
     def peaks(self, candidate: Candidate) -> tuple[int, ...]:
         """The bytes that the device of each rank holds at its peak; of a family that was measured."""
+        ...
+
+    def cuts(self, candidate: Candidate) -> tuple[int, ...]:
+        """Where the pipeline of a candidate cuts its loss."""
+        ...
+
+    def kept(self, family: Family) -> tuple[int, ...]:
+        """The bytes of residuals that each stage keeps of a microbatch; of a family that was measured."""
         ...
 
     def steps(self, candidates: Sequence[Candidate]) -> Sequence[tuple[float, ...]]:
@@ -256,7 +278,8 @@ def search(machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves
         if saves and limits.hbm is not None and not run.evaluator.fits(run.ordered()[0]):
             known, saving = frozenset(run.candidates), candidates(dataclasses.replace(space, remat=_SAVES))
             run.add([candidate for candidate in saving if candidate not in known])
-        return run.result()
+        run.improve(space)
+        return run.result(space)
 
 
 class _Search:
@@ -268,6 +291,8 @@ class _Search:
         self.left_out = dict[Family | Candidate, JaxppError]()
         self.unseen = list[Family]()
         self.promised = dict[tuple[Candidate, Family], float]()
+        self.made = set[Family]()  # for which a schedule was made to measure
+        self.to_measure = set[Candidate]()  # the candidates with these, of which one may have the rows of a schedule with a name
         self.began = self._now()
 
     def _now(self) -> float:
@@ -278,23 +303,28 @@ class _Search:
         costs = costs or self.costs[candidate.family]
         return step_seconds(candidate.schedule, costs, candidate.offload, self.limits.processes[:: candidate.replicas])
 
-    def add(self, more: Sequence[Candidate]) -> None:
+    def _is_spent(self) -> bool:
+        return self.limits.seconds is not None and bool(self.costs) and self._now() - self.began >= self.limits.seconds
+
+    def add(self, more: Sequence[Candidate], *, always: bool = False) -> None:
+        """Predict these too, as far as the budget has time to measure their families; ``always``: whatever time is left."""
         if not self.candidates and not more:
             rule = "there is a schedule of the sizes asked for, and at least one example for each microbatch"
             raise ArgumentError("jaxpp.tune(...)", rule, "no candidate", "allow more schedules, or other counts")
         self.candidates += more
-        self._measure(dict.fromkeys(candidate.family for candidate in more if candidate.family not in self.costs))
+        known = {*self.costs, *self.left_out}
+        self._measure(dict.fromkeys(candidate.family for candidate in more if candidate.family not in known), always=always)
         if not self.costs:
             raise next(iter(self.left_out.values()))
         for candidate in more:
             if candidate.family in self.costs:
                 self.evaluator.seconds(candidate)
 
-    def _measure(self, families: Iterable[Family]) -> None:
+    def _measure(self, families: Iterable[Family], *, always: bool = False) -> None:
         waiting, budget = list(families), self.limits.seconds
         self.bar.total += len(waiting)
         while waiting:
-            if budget is not None and self.costs and self._now() - self.began >= budget:
+            if not always and self._is_spent():
                 self.unseen += waiting
                 return
             family = self._next(waiting)
@@ -330,17 +360,95 @@ class _Search:
         """The candidates that were simulated, the fastest first; of equally fast ones, the one that was listed first."""
         return sorted(self.evaluator.prices, key=self.evaluator.seconds)
 
-    def result(self) -> SearchResult:
-        fitting, steps = list[Candidate](), dict[Candidate, tuple[float, ...]]()
-        self.bar.total += self.limits.num_measured
-        ordered = self.ordered()
+    def _fitting(self, ordered: Iterable[Candidate]) -> list[Candidate]:
+        """The first few of those that fit; what cannot be compiled is left out before any runs."""
+        found = list[Candidate]()
         for candidate in ordered:
-            try:
-                if len(fitting) < max(1, self.limits.num_measured) and self.evaluator.fits(candidate):
-                    self.evaluator.peaks(candidate)  # what cannot be compiled is left out before any runs
-                    fitting.append(candidate)
-            except JaxppError as error:
-                self.left_out[candidate] = error
+            if len(found) == max(1, self.limits.num_measured):
+                break
+            if candidate not in self.left_out and self._weighed(candidate) and self.evaluator.fits(candidate):
+                found.append(candidate)
+        return found
+
+    def _weighed(self, candidate: Candidate) -> bool:
+        """Whether its peaks are known; a candidate that cannot be compiled is left out."""
+        try:
+            self.evaluator.peaks(candidate)
+        except JaxppError as error:
+            self.left_out[candidate] = error
+        return candidate not in self.left_out
+
+    def improve(self, space: Space) -> None:
+        """Look at what the best few become with cuts for their schedules, and schedules for their cuts; and at the best then."""
+        seen = set[Candidate]()
+        for _ in range(_ROUNDS):
+            ordered = self.ordered()
+            widths = {candidate.stages_per_rank: candidate for candidate in reversed(ordered)}  # the best of each
+            for candidate in dict.fromkeys([*self._fitting(ordered), *widths.values()]):
+                if candidate not in seen:
+                    self.bar.set_description(f"improving {candidate.schedule.name}")
+                    self._improve(candidate, space)
+                seen.add(candidate)
+
+    def _improve(self, candidate: Candidate, space: Space) -> None:
+        if not candidate.is_cut:  # it was predicted with the cuts of a plain schedule, and is to be with its own
+            for own in self._cut(candidate):
+                self.add([own], always=True)
+                del self.evaluator.prices[candidate]
+        elif not self._is_spent():
+            if space.own_cuts and candidate.balance == "flops":
+                cuts = self.machine.cuts(candidate)
+                self.add([own for own in self._cut(dataclasses.replace(candidate, balance="cost")) if own.cuts != cuts])
+            if AUTO in space.schedules and candidate.schedule.name != AUTO:
+                likes = [dataclasses.replace(candidate, remat=remat) for remat in self._kept(candidate)]
+                found = [own for like in likes for own in self._made(like)]
+                self.to_measure.update(found)
+                self.add(found)
+
+    def _cut(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The same, cut for its own schedule where cuts depend on that; nothing if it cannot be cut."""
+        try:
+            yield candidate if candidate.balance == "flops" else dataclasses.replace(candidate, cuts=self.machine.cuts(candidate))
+        except JaxppError as error:
+            self.left_out[candidate] = error
+
+    def _kept(self, candidate: Candidate) -> Iterable[str]:
+        """What stages may keep under a schedule made to measure, which may need less memory than the one of the candidate."""
+        own = candidate.family.remat
+        saves = self.limits.hbm is not None and any(each.remat == "least" for each in self.candidates)
+        return dict.fromkeys(("least", own)) if saves and own == "recompute" else (own,)
+
+    def _made(self, like: Candidate) -> Iterator[Candidate]:
+        """One with a schedule made to measure, in no more memory than is there; if that is not known, than this candidate takes."""
+        family, hbm = like.family._replace(splits=True), self.limits.hbm
+        if family in self.made or not (hbm is None or self._weighed(like)):
+            return
+        self.made.add(family)
+        self._measure([] if family in self.costs or family in self.left_out else [family])
+        if family not in self.costs:
+            return
+        kept = self.machine.kept(family)
+        held = residual_peaks(like.schedule, kept)
+        room: Sequence[float] = [max(held)] * len(held)
+        if hbm is not None:
+            room = [hbm - peak + own for peak, own in zip(self.evaluator.peaks(like), held, strict=True)]
+        for _ in range(_TRIES):
+            schedule = made_like(like.schedule, self.costs[family], kept, room)
+            if schedule is None:
+                return
+            made = dataclasses.replace(like, schedule=schedule)
+            if hbm is None or (self._weighed(made) and self.evaluator.fits(made)):
+                yield from self._cut(made)
+                return
+            excess = max(self.evaluator.weights.get(made, (hbm,))) - hbm
+            room = [each - excess for each in room]
+
+    def result(self, space: Space) -> SearchResult:
+        steps = dict[Candidate, tuple[float, ...]]()
+        self.bar.total += self.limits.num_measured
+        names, made = space.schedules, self.to_measure
+        ordered = [candidate for candidate in self.ordered() if candidate.schedule.name in names or candidate in made]
+        fitting = self._fitting(candidate for candidate in ordered if candidate.is_cut)
         if not fitting:
             raise self._nothing_fits()
         if self.limits.num_measured:

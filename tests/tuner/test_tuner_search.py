@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxpp.errors import ArgumentError, CutError
 from jaxpp.schedule import SCHEDULES, make
+from jaxpp.schedule.registry import AUTO
 from jaxpp.tuner.search import Candidate, Family, Limits, Space, candidates, estimate, nearest, search, usual_microbatches
 from tests.tuner.virtual_machine import MIB, Virtual, everything
 
@@ -185,6 +186,92 @@ def test_a_budget_too_short_for_one_family_is_refused():
 def test_no_candidate_at_all_is_refused():
     with pytest.raises(ArgumentError, match="no candidate"):
         search(Virtual(), Space(4, (4,), schedules=("zb-v",), stages_per_rank=(1,)))
+
+
+ALL = (*SCHEDULES, AUTO)
+
+
+def sums(machine, candidate):
+    """The residuals of all ranks at their peaks, in bytes."""
+    return max(machine.bytes(candidate)) - machine.params
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 12))])
+def test_schedules_are_made_for_the_stages_of_the_best_few(seed):
+    """Never slower than those with names, and in no more memory than the best of them where no other limit is known."""
+    machine, space = Virtual(seed=seed, transfer=0.05), Space(32, (4,), num_microbatches=(8,))
+    named = search(machine, space)
+    found = search(machine, dataclasses.replace(space, schedules=ALL))
+    made = [row for row in found.rows if row.candidate.schedule.name == AUTO]
+    assert found.best.predicted <= named.best.predicted
+    assert {row.candidate.stages_per_rank for row in made} == ({1, 2} if seed != 11 else {2})  # there zb-h2 is made once more
+    if seed not in (8, 11):  # there a schedule with a name is the shortest
+        assert found.best.predicted < named.best.predicted and found.best in made
+    for row in made:
+        assert row.predicted == pytest.approx(machine.seconds(row.candidate), rel=1e-9)
+    one = named.best.candidate
+    alike = next((row.candidate for row in made if row.candidate.stages_per_rank == one.stages_per_rank), one)
+    assert sums(machine, alike) <= sums(machine, one) + 4 * MIB  # a rank's own bytes differ by less
+    assert {row.candidate for row in named.rows} <= {row.candidate for row in found.rows}
+
+
+@pytest.mark.parametrize("hbm", [70, *(pytest.param(hbm, marks=pytest.mark.long) for hbm in (60, 80))])
+def test_schedules_that_are_made_fit_into_what_devices_have(hbm):
+    machine = Virtual(seed=4, transfer=0.05)
+    space = Space(32, (4,), num_microbatches=(8,))
+    named = search(machine, space, Limits(hbm * MIB))
+    found = search(machine, dataclasses.replace(space, schedules=ALL), Limits(hbm * MIB))
+    assert found.best.candidate.schedule.name == AUTO and found.best.peak <= hbm * MIB
+    assert found.best.predicted < named.best.predicted
+
+
+def test_only_schedules_made_to_measure_may_be_asked_for():
+    found = search(Virtual(seed=1), Space(16, (4,), (AUTO,), num_microbatches=(4,)))
+    assert {row.candidate.schedule.name for row in found.rows} == {AUTO}
+    assert found.best.candidate.options["schedule"] == found.best.candidate.schedule
+    same = search(Virtual(seed=11, transfer=0.05), Space(32, (4,), (AUTO,), (1,), (8,))).best.candidate
+    assert same.schedule == make("zb-h2", 4, 8), "what is made may be what has a name"
+
+
+LAYERS = (1.0, 1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 2.0)
+
+
+def test_the_best_few_are_cut_for_their_own_schedules():
+    machine, space = Virtual(layers=LAYERS, transfer=0.0), Space(16, (4,), ("1f1b", "gpipe", "zb-h1"), (1,), (4, 8))
+    even = search(machine, space)
+    found = search(machine, dataclasses.replace(space, own_cuts=True))
+    assert {row.candidate.balance for row in even.rows} == {"flops"} and not any(family.cuts for family in even.costs)
+    chosen = found.best.candidate
+    assert chosen.balance == "cost" and chosen.cuts == machine.cuts(chosen) and found.best.predicted < even.best.predicted
+    whole = [dataclasses.replace(each, balance="cost") for each in candidates(space)]
+    by_cost = [dataclasses.replace(each, cuts=machine.cuts(each)) for each in whole]
+    assert found.best.predicted == pytest.approx(min(machine.seconds(each) for each in by_cost))
+    for row in found.rows:
+        assert not row.candidate.cuts or row.candidate.cuts == machine.cuts(row.candidate)
+
+
+def test_cuts_and_schedules_are_made_for_each_other():
+    layers = (2.0, 1.0, 3.0, 1.0, 1.0, 1.0, 2.5, 1.0, 1.0)
+    machine, space = Virtual(layers=layers, transfer=0.3), Space(16, (4,), ALL, (1,), (8,))
+    by_schedule = search(machine, space).best.predicted
+    by_cuts = search(machine, dataclasses.replace(space, schedules=tuple(SCHEDULES), own_cuts=True)).best.predicted
+    both = search(machine, dataclasses.replace(space, own_cuts=True)).best
+    assert both.candidate.schedule.name == AUTO and both.candidate.cuts == machine.cuts(both.candidate)
+    assert both.predicted < min(by_schedule, by_cuts)
+
+
+def test_what_is_cut_by_its_schedule_runs_with_the_cuts_of_its_own_pipeline():
+    machine = Virtual(layers=LAYERS, transfer=0.0)
+    found = search(machine, Space(16, (4,), ("1f1b", "gpipe", "zb-h1"), (1,), (4,), balance=("cost",)), Limits(num_measured=2))
+    assert len(machine.ran) == 2 and all(each.cuts == machine.cuts(each) for each in machine.ran)
+    assert len({row.candidate.schedule.name for row in found.rows}) == len(found.rows) == 3, "each is in the table once"
+
+
+def test_a_spent_budget_leaves_improvements_out():
+    machine = Timed(layers=LAYERS)
+    space = Space(16, (4,), ALL, (1,), (4,), own_cuts=True)
+    found = search(machine, space, Limits(seconds=15.0, clock=lambda: machine.now))
+    assert not any(family.cuts for family in machine.asked) and AUTO not in {row.candidate.schedule.name for row in found.rows}
 
 
 @given(st.integers(1, 300), st.integers(1, 16))

@@ -225,7 +225,7 @@ def test_the_machine_is_made_of_what_the_user_gave(machine):
 def test_by_default_all_devices_and_schedules_are_looked_at_and_remat_only_if_memory_is_short(machine):
     tuning = jaxpp.tune(loss_fn, OPTIMIZER, init, BATCH)
     assert {row.candidate.schedule.num_ranks for row in tuning.rows} == {8} and "devices" not in tuning.best
-    assert {row.candidate.schedule.name for row in tuning.rows} == set(jaxpp.schedule.SCHEDULES)
+    assert {row.candidate.schedule.name for row in tuning.rows} == {*jaxpp.schedule.SCHEDULES, "auto"}
     assert {row.candidate.remat for row in tuning.rows} == {"least"}
     assert {row.candidate.remat for row in tune(hbm="42MiB").rows} == {"least", "offload", "recompute"}
     assert {row.candidate.remat for row in tune(hbm="100MiB", remat="recompute").rows} == {"recompute"}
@@ -274,9 +274,8 @@ def test_replicas_and_meshes_are_measured_and_run(options):
     if "mesh" in options:
         mesh = Mesh(np.array(jax.devices()).reshape(options["mesh"]), ("pipe", "data", "model"))
         options, given = options | {"mesh": mesh}, {}
-    tuning = jaxpp.tune(
-        loss_fn, OPTIMIZER, init, BATCH, **given, **options, schedules="1f1b", num_microbatches=2, stages_per_rank=1, keep=False
-    )
+    sizes = {"schedules": "1f1b", "num_microbatches": 2, "stages_per_rank": 1, "balance": "flops"}
+    tuning = jaxpp.tune(loss_fn, OPTIMIZER, init, BATCH, **given, **options, **sizes, keep=False)
     assert len(tuning.measured) == len(tuning.rows) == (2 if given else 1)
     pipe = tuning.pipeline()
     state = pipe.init(init, jax.random.key(0), BATCH)
@@ -296,9 +295,8 @@ def test_the_pipeline_of_a_tuning_trains(machine):
 
 
 def test_the_devices_say_what_candidates_cost_and_run_the_best():
-    tuning = tune(
-        devices=jax.devices()[:2], schedules=("gpipe", "1f1b"), num_microbatches=(2, 4), stages_per_rank=1, hbm="1GiB", keep=False
-    )
+    sizes = {"schedules": ("gpipe", "1f1b"), "num_microbatches": (2, 4), "stages_per_rank": 1, "balance": "flops"}
+    tuning = tune(devices=jax.devices()[:2], **sizes, hbm="1GiB", keep=False)
     assert len(tuning.rows) == 4 and len(tuning.measured) == 3
     assert all(isinstance(costs, StepCosts) for costs in tuning.found.costs.values())
     assert tuning.found.best == tuning.measured[0] and tuning.found.best.measured > 0
@@ -310,12 +308,40 @@ def test_the_devices_say_what_candidates_cost_and_run_the_best():
     assert tuning.found.best.peaks == peaks
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("balance", [None, "cost"])
+def test_cuts_and_schedules_that_are_made_are_those_of_the_pipeline_that_is_returned(balance, tmp_path):
+    """The widths differ, so the cut for the shortest step is another one than by FLOPs; a second call measures nothing."""
+    sizes = (8, 64, 8, 8, 96, 8, 8, 32, 8)
+    keys = jax.random.split(jax.random.key(0), len(sizes))
+    params = [jax.random.normal(key, shape) for key, *shape in zip(keys, sizes, sizes[1:], strict=False)]
+
+    def uneven(params, batch):
+        for weight in params:
+            batch = jnp.tanh(batch @ weight)
+        return jnp.mean(batch**2)
+
+    given = {"devices": jax.devices()[:2], "schedules": ("1f1b", "auto"), "num_microbatches": 4, "balance": balance}
+    first, again = (jaxpp.tune(uneven, OPTIMIZER, params, BATCH, **given, hbm="1GiB", keep=tmp_path) for _ in range(2))
+    assert first.rows == again.rows
+    assert "auto" in {row.candidate.schedule.name for row in first.rows}
+    assert {row.candidate.balance for row in first.rows} == ({"flops", "cost"} if balance is None else {"cost"})
+    for row in first.measured:
+        pipe = jaxpp.Pipeline(uneven, OPTIMIZER, **first.given, **row.candidate.options)
+        state = pipe.init(params, BATCH)
+        assert pipe.schedule == row.candidate.schedule
+        assert not row.candidate.cuts or pipe.engine.layout.cuts == row.candidate.cuts
+        assert row.peaks == tuple(pipe.forecast(params, BATCH).peaks.values())
+        pipe.verify(state, BATCH)
+
+
 def test_parameters_and_a_state_of_the_model_may_be_given_too(machine):
     def stateful(params, model_state, batch):
         return loss_fn(params, batch), (model_state, {})
 
     params = init(jax.random.key(0))
-    tuning = jaxpp.tune(stateful, OPTIMIZER, (params, {"n": jnp.zeros(())}), BATCH, has_state=True, num_measured=1)
+    variables = params, {"n": jnp.zeros(())}
+    tuning = jaxpp.tune(stateful, OPTIMIZER, variables, BATCH, has_state=True, num_measured=1, schedules="1f1b")
     assert tuning.best["has_state"] is True
     with pytest.raises(ArgumentError, match="optimizer"):
         jaxpp.tune(stateful, None, params, BATCH)

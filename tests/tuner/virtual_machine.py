@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 
@@ -34,6 +35,7 @@ class Virtual:
     params: int = 30 * MIB
     residuals: int = 400 * MIB
     seed: int | None = None
+    layers: tuple[float, ...] = ()  # what each layer takes of the work; all stages take as much if there are none
     most_stages: int = 64
     wrong: float = 1.0
     noise: tuple[float, ...] = (1.0,)
@@ -52,9 +54,32 @@ class Virtual:
 
     def kinds(self, family):
         """Seconds of F, I and W for each stage; B is I and W, and recomputing one more F."""
-        each = self.work / family.num_stages / family.num_microbatches + self.fixed
-        f, i, w = ([each * x for x in self.stretch(family, what)] for what in "FIW")
+        each = [self.work * share / family.num_microbatches + self.fixed for share in self.shares(family)]
+        f, i, w = ([own * x for own, x in zip(each, self.stretch(family, what), strict=True)] for what in "FIW")
         return f, [a + b * (family.remat == "recompute") for a, b in zip(i, f, strict=True)], w
+
+    def cuts(self, candidate):
+        """Even ones, or those of all cuts into whole layers with the shortest step under the candidate's schedule."""
+        stages, layers = candidate.schedule.num_stages, self.layers or (1.0,) * 4 * candidate.schedule.num_stages
+        if candidate.balance == "flops" or not self.layers:
+            return tuple(len(layers) * s // stages for s in range(1, stages))
+
+        def step(cuts):
+            return self.seconds(dataclasses.replace(candidate, cuts=cuts))
+
+        return min(itertools.combinations(range(1, len(layers)), stages - 1), key=step)
+
+    def kept(self, family):
+        each = self.residuals * (0.25 if family.remat == "recompute" else 1.0) / family.num_stages / family.num_microbatches
+        return (int(each),) * family.num_stages
+
+    def shares(self, family):
+        """What part of the model each stage has."""
+        if not self.layers:
+            return (1 / family.num_stages,) * family.num_stages
+        count = len(self.layers)
+        cuts = family.cuts or tuple(count * s // family.num_stages for s in range(1, family.num_stages))
+        return [sum(self.layers[a:b]) / sum(self.layers) for a, b in itertools.pairwise([0, *cuts, count])]
 
     def costs(self, family):
         self.asked.append(family)

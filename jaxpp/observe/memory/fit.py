@@ -1,7 +1,7 @@
 """``Pipeline(hbm=...)``: what each stage does with its residuals so that a step fits, chosen when shapes are first seen.
 
 A stage keeps the least, which costs no time; or lets it wait in host memory (offload), which costs what the copies do not hide; or
-keeps a share of it, which costs the matrix products that are repeated; or its inputs only (recompute), which costs one more forward
+keeps a share of it, which costs what is repeated; or its inputs only (recompute), which costs one more forward
 for each microbatch. What a device holds depends on its own stages alone, so the forecast says for each device that is too full
 which choices of its stages fit; of the choices of all devices, that with the shortest step on the virtual clock is taken. Nothing
 is measured if the step fits as it is.
@@ -110,7 +110,7 @@ class _Search:
 
     def _shares(self, way: _Way) -> list[float]:
         if way not in self.known:
-            self.known[way] = again_of(self.engine((way,) * self.schedule.num_stages), self.batch, self.key)
+            self.known[way] = again_of(self.engine((way,) * self.schedule.num_stages), self.first, self.batch, self.key)
         return self.known[way]
 
     def forecast(self, choice: _Choice, *, advise: bool = False) -> Forecast:

@@ -2,9 +2,11 @@
 
 The stages are cut once and built with every way: all kept, the least, shares of the least, inputs only, and the least in host
 memory. Arrays are counted as in a forecast; temporaries are not, because nothing is compiled. Time is that of the virtual clock, on
-which a forward takes its matrix products and convolutions, a backward twice as long, and what is repeated as long again.
+which the programs of each way take what their equations are estimated to take, FLOPs or bytes (``estimate.py``): what a forward
+keeps is written and read, and what a backward repeats is computed, from bytes that it reads.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -31,7 +33,7 @@ class Way(NamedTuple):
 
     remat: str | float  # as it is passed
     peak: int  # bytes of the arrays on the fullest device when it holds most
-    slowdown: float  # the time of a step over that with ``"least"``, if copies to host memory delay nothing
+    slowdown: float  # the estimated time of a step over that with ``"least"``, if copies to host memory delay nothing
     repeated: float  # FLOPs of the matrix products and convolutions that a step runs again
     hosted: int  # bytes that wait in host memory beside a device, at most
 
@@ -54,7 +56,7 @@ class Frontier:
             again, hosted = f"{way.repeated / (self.products or 1.0):.1%}", bytes_in_words(way.hosted) if way.hosted else "0"
             rows.append([repr(way.remat), bytes_in_words(way.peak), f"x {way.slowdown:.2f}", again, hosted])
         remark = "peak: of the arrays on the fullest device, without temporaries; time: over that of the least, on the virtual "
-        remark += "clock, by matrix products and convolutions alone, with copies to the host that delay nothing"
+        remark += "clock, by the FLOPs and bytes of all operations, with copies to the host that delay nothing"
         return "\n".join([*table_lines(rows), "", *fold_lines([remark])])
 
     __repr__ = __str__
@@ -104,8 +106,7 @@ def frontier_of(engine: Engine, batch: Batch, key: Key | None) -> Frontier:
     """Every way for the stages of an engine, which stay where they are cut; nothing is compiled. Batch and key may be shapes."""
     schedule, platform = engine.options.schedule, engine.options.devices[0].platform
     num_stages, count = schedule.num_stages, schedule.num_microbatches * engine.placement.num_replicas
-    ways, products = list[Way](), 0.0
-    base = None
+    ways, products, whole = list[Way](), 0.0, ()
     with progress(list(_WAYS), desc="looking at what stages keep", after=_PATIENCE) as bar:
         for remat in bar:
             offload = offload_of(remat, num_stages)
@@ -115,19 +116,31 @@ def frontier_of(engine: Engine, batch: Batch, key: Key | None) -> Frontier:
             lowered = other.lower("update", batch, key)
             liveness = step_liveness(other, lowered)
             peak, hosted = (max(map(most, liveness.devices)) for most in (liveness.most, liveness.most_hosted))
-            stages, again = other.preparer.step(batch, key).cuts[0].stages, again_of(other, batch, key)
-            costs = StepCosts({kind: tuple(code.products or 1.0 for code in stages) for kind in (Kind.F, Kind.I, Kind.W)})
-            seconds = step_seconds(schedule, costs.recomputed(again))
-            base = base or step_seconds(schedule, costs)
+            stages, fused = other.preparer.step(batch, key).cuts[0].stages, _fused(other, batch, key)
+            whole = whole or stages  # of the first way, which keeps everything and repeats nothing
+            each = [(known if code.index in fused else code).costs for known, code in zip(whole, stages, strict=True)]
+            costs = StepCosts({kind: tuple(own[kind.value] for own in each) for kind in (Kind.F, Kind.I, Kind.W)})
             products = 3.0 * count * sum(code.products for code in stages)
-            repeated = count * sum(share * code.products for share, code in zip(again, stages, strict=True))
-            ways.append(Way(remat, peak, seconds / base, repeated, hosted))
+            repeated = count * sum(code.repeated for code in stages if code.index not in fused)
+            ways.append(Way(remat, peak, step_seconds(schedule, costs), repeated, hosted))
+    base = next(way.slowdown for way in ways if way.remat == "least") or 1.0
+    ways = [way._replace(slowdown=way.slowdown / base) for way in ways]
     return Frontier(tuple(sorted(ways, key=lambda way: (-way.peak, way.slowdown))), products)
 
 
-def again_of(engine: Engine, batch: Batch, key: Key | None) -> list[float]:
-    """Of the matrix products of each stage's forward, the part that its backward runs again; none where both are one program."""
-    stages = engine.preparer.step(batch, key).cuts[0].stages
+def again_of(engine: Engine, least: Engine, batch: Batch, key: Key | None) -> list[float]:
+    """How much longer the backward of each stage takes than with ``least``, in parts of its forward, by estimates.
+
+    Nothing where both are one program.
+    """
+    fused = _fused(engine, batch, key)
+    codes, before = (each.preparer.step(batch, key).cuts[0].stages for each in (engine, least))
+    more = [code.costs["B"] - known.costs["B"] for code, known in zip(codes, before, strict=True)]
+    parts = [extra / (known.costs["F"] or math.inf) for extra, known in zip(more, before, strict=True)]
+    return [0.0 if code.index in fused else max(0.0, part) for code, part in zip(codes, parts, strict=True)]
+
+
+def _fused(engine: Engine, batch: Batch, key: Key | None) -> frozenset[int]:
+    """The stages whose forward and backward are one program, which repeats nothing."""
     lines = engine.lower("update", batch, key).bound.lines
-    fused = {line.action.stage for line in lines if line.action is not None and line.fused is not None}
-    return [0.0 if code.index in fused else code.repeated / (code.products or 1.0) for code in stages]
+    return frozenset(line.action.stage for line in lines if line.action is not None and line.fused is not None)
