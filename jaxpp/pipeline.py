@@ -479,7 +479,8 @@ class Pipeline(Forward):
                 raise
             self._newest.state = new = setup.states.wrap(outcome.state, num_steps + 1)
         setup.detector.add(outcome.squares)
-        return new, Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite, num_steps + 1)
+        squares = dict(zip(setup.engine.update.watched, outcome.squares, strict=True))
+        return new, Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite, num_steps + 1, squares)
 
     def evaluate(
         self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None, *, task: TaskNames = None

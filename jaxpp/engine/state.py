@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -140,6 +140,8 @@ class Metrics(Mapping[str, Tree]):
             Theta alone; None from ``evaluate``.
         finite: with ``loss_scale``, whether all gradients were finite; if not, the step changed nothing but the scale. Else None.
         step: which step this was, counted from 1: ``state.step`` of the new state; from ``evaluate`` that of the state.
+        squares: the square of each stage's part of ``grad_norm``, by stage, each on its device; empty from ``evaluate``, and not an
+            item of the mapping. See ``by_stage``.
     """
 
     loss: Array
@@ -147,9 +149,23 @@ class Metrics(Mapping[str, Tree]):
     grad_norm: Float[Array, ""] | None = None
     finite: Bool[Array, ""] | None = None
     step: int | None = None
+    squares: Mapping[int, Float[Array, ""]] = field(default_factory=dict)
+
+    @property
+    def by_stage(self) -> dict[int, Float[Array, ""]]:
+        """The norm of the gradients of each stage that learns, computed on its device; of several processes, of stages of this one.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxpp, optax
+            >>> pipe = jaxpp.Pipeline(lambda w, x: ((x * w["a"]) * w["b"]).mean(), optax.sgd(0.1), num_stages=2, num_microbatches=2)
+            >>> state = pipe.init({"a": jnp.ones(()), "b": jnp.ones(())}, jnp.ones(4))
+            >>> {stage: float(norm) for stage, norm in pipe.step(state, jnp.ones(4))[1].by_stage.items()}
+            {0: 1.0, 1: 1.0}
+        """
+        return {stage: jnp.sqrt(square) for stage, square in self.squares.items() if is_addressable(square)}
 
     def __iter__(self) -> Iterator[str]:
-        return (field.name for field in fields(self) if self._has(field.name))
+        return (each.name for each in fields(self) if self._has(each.name))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -164,7 +180,7 @@ class Metrics(Mapping[str, Tree]):
 
     def _has(self, name: str) -> bool:
         value = vars(self).get(name)  # a field, or None
-        return value is not None and not (name == "aux" and isinstance(value, tuple) and not value)
+        return value is not None and name != "squares" and not (name == "aux" and isinstance(value, tuple) and not value)
 
 
 class _Shown:

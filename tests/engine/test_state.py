@@ -177,3 +177,15 @@ def test_a_pipeline_and_a_bank_say_what_they_are():
     assert repr(jaxpp.Bank({}, optax.sgd(0.1))) == "Bank(0 sets, 0 B on the host, 2 slots on cpu:0)"
     with_bank = pipeline(lambda p, q, x: loss_fn({**p, **q}, x), bank=bank, data_parallel=2)
     assert f"\n  devices: cpu:0, cpu:1, cpu:2, cpu:3 (2 replicas a rank)\n  bank: {bank!r}\n" in repr(with_bank)
+
+
+def test_metrics_have_the_norm_of_each_stages_gradients_on_its_device():
+    pipe = pipeline(stages=3)
+    state = pipe.init(PARAMS, X)
+    _, metrics = pipe.step(state, X, donate=False)
+    _, grads = jax.value_and_grad(loss_fn)(PARAMS, X)
+    assert list(metrics.by_stage) == [0, 1, 2] and "squares" not in dict(metrics)
+    for (stage, norm), name in zip(metrics.by_stage.items(), "abc", strict=True):
+        np.testing.assert_allclose(norm, optax.tree.norm(grads[name]), rtol=1e-5)
+        assert norm.devices() == {pipe.engine.placement[stage].devices[0]}
+    assert pipe.evaluate(state, X).by_stage == {}
