@@ -118,6 +118,9 @@ def batches(found: Found, devices: Sequence[jax.Device]) -> None:
     for step in range(2):
         state, metrics = pipe.step(state, mine(step))
     found |= {"weighted": np.asarray(metrics.loss), "evaluated": np.asarray(pipe.evaluate(state, mine(2)).loss)}
+    for number, weights in enumerate((None, [1.0, 0.5, 2.0])):
+        state, metrics = pipe.step(state, jaxpp.Microbatches([batch(step, size) for step, size in enumerate((4, 2, 6))], weights))
+        found[f"loss of microbatches {number}"] = np.asarray(metrics.loss)
     found.add("state", state.params)
     if SEVERAL:
         refused(pipe, state, devices)
