@@ -1,5 +1,6 @@
 """What people see while they wait, and what is left on the screen: no bar in a pipe or a log, none in a table, no JSON."""
 
+import functools
 import io
 import json
 import os
@@ -81,12 +82,16 @@ def test_nothing_is_drawn_in_a_pipe_or_a_log(monkeypatch):
     assert drawn(monkeypatch, io.StringIO()) == "table"
 
 
+def scaled_loss(scale, params, x):
+    return scale * jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
+
+
 def test_compiling_draws_nothing_in_a_log(monkeypatch):
     monkeypatch.setattr("jaxpp.runtime.compile._PATIENCE", 0.0)
     params = {"a": jnp.full((4, 4), 0.1), "b": jnp.ones((4, 2))}
-    for stream in (io.StringIO(), Terminal()):
+    for scale, stream in ((0.123, io.StringIO()), (0.321, Terminal())):  # losses that nobody has compiled yet
         monkeypatch.setattr("sys.stderr", stream)
-        pipe = jaxpp.Pipeline(lambda p, x: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2), optax.sgd(0.1), num_stages=2)
+        pipe = jaxpp.Pipeline(functools.partial(scaled_loss, scale), optax.sgd(0.1), num_stages=2)
         pipe.init(params, jnp.ones((4, 4)))
         assert bool(stream.getvalue()) == stream.isatty()
         assert rendered(stream.getvalue()) == [""]

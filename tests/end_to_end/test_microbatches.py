@@ -172,7 +172,9 @@ OPTIONS = [
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.parametrize(
+    "options", OPTIONS, ids=lambda options: " ".join(getattr(value, "__name__", str(value)) for value in options.values())
+)
 def test_on_every_kind_of_pipeline(options, float64):
     params = init_fn(jax.random.key(0), jnp.float64)
     given = microbatches(4, 9, 6, 9, weights=None if "weight" in options else (1, 2, 3, 4))

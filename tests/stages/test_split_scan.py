@@ -190,7 +190,7 @@ def test_an_optimizer_that_combines_the_layers_is_refused():
     optimizer = optax.contrib.muon(1e-3, muon_weight_dimension_numbers=dimensions)
     with pytest.raises(OptimizerError, match="each stage updates the rows of its own layers") as caught:
         jaxpp.Pipeline(reversed_loop, optimizer, num_stages=4, num_microbatches=2).init(PARAMS, BATCH)
-    assert "w: dot_general combines its layers" in str(caught.value)
+    assert "w: dot_general over all rows, to f32[4,4,4] combines its layers" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class Microbatches:
         BatchError: no microbatches, trees of different structures, or weights that have no mean.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax.numpy as jnp, jaxpp
         >>> lengths = (8, 8, 4)
         >>> jaxpp.Microbatches([{"tokens": jnp.zeros((2, n), int)} for n in lengths], weights=lengths)
         Microbatches(3: 2 of ['tokens'] i32[2,8], 1 of ['tokens'] i32[2,4])
