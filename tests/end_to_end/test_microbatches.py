@@ -108,6 +108,7 @@ def test_eight_lengths_in_one_step_are_exact_and_each_is_compiled_once(float64):
     assert {programs[f"stage_{stage}_{what}"] for stage in range(3) for what in ("forward", "backward")} == {8}
 
 
+@pytest.mark.long
 def test_weights_say_how_much_a_microbatch_counts(float64):
     params, pipe = init_fn(jax.random.key(0), jnp.float64), pipeline()
     for weights in ((3.0, 0.0, 1.5), [1, 2, 3], jnp.asarray([0.25, 0.5, 0.25])):
@@ -146,6 +147,7 @@ def test_the_loss_of_all_tokens_is_that_of_one_batch_however_they_are_grouped(fl
     np.testing.assert_allclose(found, each.mean(), rtol=1e-12)
 
 
+@pytest.mark.long
 def test_sums_add_up(float64):
     def summed(params, batch):
         return losses(params, batch)[0].sum()
@@ -203,6 +205,7 @@ def test_the_schedule_is_that_of_as_many_as_there_are():
     pipe.step(state, microbatches(6, 6, 4, 6))
 
 
+@pytest.mark.long
 def test_keys_are_those_of_the_numbers_of_the_microbatches(float64):
     check(pipeline(), init_fn(jax.random.key(0), jnp.float64), microbatches(4, 9, 6, weights=(1, 2, 3)), key=jax.random.key(5))
 
