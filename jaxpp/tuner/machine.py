@@ -247,8 +247,8 @@ class Devices:
     def _open_reference(self) -> None:
         reference = self._results.get("reference", "of the pace")
         if reference is not None and self._pace.reference is None:
-            family, seconds = reference
-            self._pace = _Pace(self._runnable(Family(*family))[0], seconds)
+            family, seconds = Family(*reference[0]), reference[1]
+            self._pace = _Pace(self._runnable(family._replace(cuts=tuple(family.cuts)))[0], seconds)
 
     def _runnable(self, family: Family) -> tuple["_Steps", Candidate]:
         """A candidate of a family for which there is room on the devices, as far as these say how much they have."""
