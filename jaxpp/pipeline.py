@@ -477,7 +477,8 @@ class Pipeline(Forward):
                 elif not isinstance(error, Exception) and not hold.begun:
                     error.add_note("jaxpp: the step changed nothing: go on with state = pipe.state")
                 raise
-            self._newest.state = new = setup.states.wrap(outcome.state, num_steps + 1)
+            new_leaves = outcome.state if donate else setup.engine.apart(outcome.state)
+            self._newest.state = new = setup.states.wrap(new_leaves, num_steps + 1)
         setup.detector.add(outcome.squares)
         squares = dict(zip(setup.engine.update.watched, outcome.squares, strict=True))
         return new, Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite, num_steps + 1, squares)

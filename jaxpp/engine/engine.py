@@ -172,6 +172,11 @@ class Engine:
         """Copies of the leaves of a state, each on its owner."""
         return leaves.fill([put(leaf, home) for leaf, home in zip(leaves.flat(), self.placed.homes.flat(), strict=True)])
 
+    def apart(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """The leaves of a state after a step, with copies of those that are the arrays of the state before it."""
+        flat, homes, kept = leaves.flat(), self.placed.homes.flat(), self.update.kept
+        return leaves.fill([put(leaf, homes[k]) if k in kept else leaf for k, leaf in enumerate(flat)]) if kept else leaves
+
     def sliced(self, made: Tree) -> Tree:
         """What init was given or made, as it is held."""
         params, *state = made if self.options.has_state else (made,)

@@ -496,6 +496,7 @@ class Preparer:
     def __init__(self, options: Options, layout: Layout, placement: Placement, first: CutLoss, microbatch: Batch, key: Key | None):
         self.options, self.layout, self.placement = options, layout, placement
         self.groups = ReplicaGroups()
+        self._is_unjudged = options.schedule.num_microbatches * placement.num_replicas == 1  # as one microbatch is the whole batch
         self.tracing = Tracing(options, layout.frozen, layout.follows)
         self._cuts = LRU[CutLoss](4 * options.max_shapes)  # a shape has microbatches of two sizes, to train and to evaluate
         self._cuts.put((options.loss_fn, shapes_key(microbatch, key), options.is_loss), first)
@@ -581,6 +582,11 @@ class Preparer:
         different = dict(zip(shapes, parts, strict=True))
         cuts = tuple(self.cut_for(chosen, part, key, train=train) for part in different.values())
         check_aux([cut.loss for cut in cuts], cuts[0].reducers)
+        if isinstance(batch, Microbatches) and train and self._is_unjudged and len(parts) > 1:
+            self._is_unjudged = False
+            warning = self.tracing.merge(cuts[0].loss, chosen, layout.variables, parts[0], key, batch).warning
+            if warning is not None:
+                warn(warning)
         if split.num_idle and any(cut.loss.graph.communicates for cut in cuts):
             count = self.placement.num_replicas
             rule, fix = "collectives between replicas need as many examples on each", f"pass a multiple of {count} examples"

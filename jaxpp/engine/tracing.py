@@ -1,13 +1,13 @@
 """The user's loss traced as the options say, at any shapes and for any of the losses that a pipeline is given."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors import ArgumentError, LossError, shown
 from jaxpp.options import Options
 from jaxpp.stages.axes import ONE_DEVICE, RankAxes
 from jaxpp.stages.cuts.balance import Cuts
@@ -167,7 +167,8 @@ class Tracing:
         count = (options.schedule.num_microbatches if given is None else len(given)) * options.placement.num_replicas
         summed, automatic = options.reduction == "sum", options.weight == "auto"
         size = num_examples(jax.tree.leaves(microbatch), loss.shared)
-        trial = None if count == 1 else self._trial(loss, loss_fn, variables, microbatch, key, count)
+        alone = count == 1 and not automatic  # a weight is asked again of later steps of more microbatches
+        trial = None if alone else self._trial(loss, loss_fn, variables, microbatch, key, max(count, 2))
         examples = Examples.by_shape(loss, size) if trial is None else trial.examples
         reducers, mixing = reducers_of(loss, options.reduce_aux, lambda: examples, strict=own, summed=summed)
         weight = options.weight if callable(options.weight) else None
@@ -176,14 +177,13 @@ class Tracing:
         verdict, remarks = judge(trial.loss, examples.loss), list[str]()
         whole = trial.whole and verdict.what == options.reduction and weight is None
         if automatic and verdict.what == "count" and verdict.divisor is not None and verdict.divisor.var is not None:
-            place = place_of(trial.loss.graph, verdict.divisor.var)
-            whole, weight = trial.whole, _Counted(self, loss_fn, tuple(variables), key, place, verdict.divisor.degree or 0)
-        elif (given is None or given.weights is None) and (not callable(options.weight) or verdict.what == "mixed"):
+            whole, weight = trial.whole, _Counted(self, loss_fn, tuple(variables), key)
+        elif count > 1 and (given is None or given.weights is None) and (not callable(options.weight) or verdict.what == "mixed"):
             paths = jax.tree_util.tree_leaves_with_path(microbatch)
             leaves = [f"batch{jax.tree_util.keystr(path)}" for path, _ in paths]
             told = advice(trial.loss, verdict, count, options.reduction, leaves)
             remarks = [told] if told else []
-        if mixing and not callable(options.weight):
+        if mixing and count > 1 and not callable(options.weight):
             got = "\n       ".join(mixing[:4])
             fix = 'say what becomes of it, for example reduce_aux={"<path>": "stack"}, or pass num_microbatches=1'
             remarks.append(
@@ -237,12 +237,27 @@ class _Counted:
     loss_fn: LossFn
     variables: tuple[Tree, ...]
     key: Key | None
-    place: tuple[int, int]  # which result of which equation it is
-    degree: int  # the loss has it times so many powers of the number of examples
+    known: "dict[Hashable, tuple[int, int, int]]" = field(default_factory=dict)  # where it is, by the shapes of a microbatch
+
+    def _find(self, batch: Batch) -> tuple[int, int, int]:
+        """Which result of which equation it is, and of how many powers of the number of examples the loss has it as a multiple."""
+        loss = self.tracing.trace(self.loss_fn, self.variables, batch, self.key, train=False)
+        trial = self.tracing._trial(loss, self.loss_fn, self.variables, batch, self.key, 2)
+        verdict = None if trial is None else judge(trial.loss, trial.examples.loss)
+        if trial is None or verdict is None or verdict.what != "count" or verdict.divisor is None or verdict.divisor.var is None:
+            rule = "the count that the loss divides by is found in microbatches of every shape, or it weighs none"
+            got = f"none in microbatches of {', '.join(describe(leaf) for leaf in jax.tree.leaves(batch))}"
+            raise LossError('weight="auto"', rule, got, "pass weight=lambda batch: ..., what a microbatch counts")
+        return *place_of(trial.loss.graph, verdict.divisor.var), verdict.divisor.degree or 0
 
     def __call__(self, batch: Batch) -> jax.Array:
-        loss = self.tracing.trace(self.loss_fn, self.variables, batch_avals(batch), self.key, train=False, axes=ONE_DEVICE)
-        graph, (i, k) = loss.graph, self.place
+        shapes = batch_avals(batch)
+        name = shapes_key(shapes, None)
+        if name not in self.known:
+            self.known[name] = self._find(shapes)
+        i, k, degree = self.known[name]
+        loss = self.tracing.trace(self.loss_fn, self.variables, shapes, self.key, train=False, axes=ONE_DEVICE)
+        graph = loss.graph
         var = graph.eqns[i].outvars[k]
         needed = ancestors(graph, [var])
         eqns = [i for i, eqn in enumerate(graph.eqns) if not needed.isdisjoint(eqn.outvars)]
@@ -250,4 +265,4 @@ class _Counted:
         run = graph.function(eqns, [*loss.batch, *constants], [var])
         leaves = [jnp.asarray(leaf, aval_of(var).dtype) for leaf, var in zip(jax.tree.leaves(batch), loss.batch, strict=True)]
         (count,) = run(*leaves, *(graph.constants[constant] for constant in constants))
-        return count * float(num_examples(leaves, loss.shared)) ** -self.degree
+        return count * float(num_examples(leaves, loss.shared)) ** -degree

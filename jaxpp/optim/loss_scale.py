@@ -78,5 +78,5 @@ class Scaling(NamedTuple):
 
 
 def _divided(grad: Array, scale: Array) -> Array:
-    wide = jnp.promote_types(grad.dtype, jnp.float32)
+    wide = jnp.float32 if grad.dtype.itemsize == 1 else jnp.promote_types(grad.dtype, jnp.float32)  # JAX promotes no float8
     return grad.astype(wide) / scale.astype(wide)

@@ -32,14 +32,18 @@ def untrained_leaves(params: Params, patterns: Sequence[str] | None) -> frozense
     Raises:
         ArgumentError: a pattern names no parameter.
     """
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    if missed := [f"{pattern!r} matches none" for pattern in patterns or () if not _named(paths, pattern)]:
+        rule, fix = "a pattern names parameters or modules by their path", "use paths like those below, with * for any part"
+        raise ArgumentError("trains", rule, missed, fix, "\n".join(paths[:12] + ["..."] * (len(paths) > 12)))
+    return _untrained(params, patterns)
+
+
+def _untrained(params: Params, patterns: Sequence[str] | None) -> frozenset[int]:
     if patterns is None:
         return frozenset()
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    found = {pattern: _named(paths, pattern) for pattern in patterns}
-    if missed := [f"{pattern!r} matches none" for pattern, leaves in found.items() if not leaves]:
-        rule, fix = "a pattern names parameters or modules by their path", "use paths like those below, with * for any part"
-        raise ArgumentError("trains", rule, missed, fix, "\n".join(paths[:12] + ["..."] * (len(paths) > 12)))
-    return frozenset(range(len(paths))).difference(*found.values())
+    return frozenset(range(len(paths))).difference(*(_named(paths, pattern) for pattern in patterns))
 
 
 def _named(paths: Sequence[str], pattern: str) -> set[int]:
@@ -116,7 +120,7 @@ def part_of(optimizer: optax.GradientTransformation, patterns: Sequence[str] | N
     whole = optax.with_extra_args_support(optimizer)
 
     def update(updates: Grads, state: Tree, params: Params | None = None, **extra: Tree) -> tuple[Tree, Tree]:
-        untrained = untrained_leaves(params, patterns)
+        untrained = _untrained(params, patterns)  # of those that the optimizer sees, which may be none of a pattern's
         kept = kept_leaves(optimizer, params, untrained)
 
         def zeroed(tree: Tree) -> Tree:

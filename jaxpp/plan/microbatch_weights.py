@@ -96,7 +96,8 @@ def given_weights(aval: Aval, name: Name, place: int, num_replicas: int) -> Weig
     """The shares of weights that are given as the last leaf of the microbatches; what replicas have of one weighs the same."""
 
     def scales(weights: Array) -> list[Array]:
-        shares = (weights / weights.sum() / num_replicas).astype(scale_dtype())
+        weights = weights.astype(scale_dtype())
+        shares = weights / weights.sum() / num_replicas
         return [shares if num_replicas == 1 else jnp.broadcast_to(shares, (num_replicas, *shares.shape))]
 
     function, shapes = ComparableFunction(scales, ("shares", num_replicas)), shapes_of([aval])

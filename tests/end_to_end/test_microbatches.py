@@ -147,6 +147,49 @@ def test_the_loss_of_all_tokens_is_that_of_one_batch_however_they_are_grouped(fl
     np.testing.assert_allclose(found, each.mean(), rtol=1e-12)
 
 
+def test_the_count_that_a_loss_divides_by_is_found_at_every_length(float64):
+    def counted(params, batch):
+        x = batch["x"] if batch["x"].shape[1] < 7 else jnp.tanh(batch["x"])  # an equation more for long sequences
+        total, count = batch["seen"].sum(), batch["counts"].sum()
+        h = jnp.tanh(jnp.tanh(x[..., None] * params["a"]) * params["b"]).sum(-1)
+        return ((h - 1) ** 2 * batch["counts"]).sum() / count, {"total": total}
+
+    rng, params = np.random.default_rng(0), {"a": jnp.linspace(0.1, 1, 4), "b": jnp.linspace(0.3, 1, 4)}
+    given = [
+        {"x": rng.normal(size=(2, n)), "seen": np.ones((2, n)), "counts": np.arange(n) < np.full((2, 1), k)}
+        for n, k in ((6, 5), (8, 6), (8, 1))
+    ]
+    given = [batch | {"counts": batch["counts"].astype(float)} for batch in given]
+    weights = [batch["counts"].sum() for batch in given]
+    want = sum(counted(params, batch)[0] * weight for batch, weight in zip(given, weights, strict=True)) / sum(weights)
+    for num_microbatches in (3, 1):
+        options = {"weight": "auto", "has_aux": True, "reduce_aux": {"total": "sum"}}
+        pipe = pipeline(counted, num_stages=2, num_microbatches=num_microbatches, **options)
+        state = pipe.init(params, jaxpp.Microbatches(given) if num_microbatches == 3 else given[0])
+        np.testing.assert_allclose(pipe.step(state, jaxpp.Microbatches(given), donate=False)[1].loss, want, rtol=1e-12)
+
+
+def test_weights_of_sixteen_bits_are_as_exact_as_others():
+    params, given = init_fn(jax.random.key(0)), microbatches(4, 6, 4)
+    pipe = pipeline(num_stages=2)
+    state = pipe.init(params, given)
+    weights = jnp.asarray([60000, 6000, 7], jnp.float16), [60000, 6000, 7]
+    found = [pipe.evaluate(state, jaxpp.Microbatches(given.batches, each)).loss for each in weights]
+    np.testing.assert_allclose(*found, rtol=1e-3)
+    assert found[0] > 0
+
+
+def test_a_mean_of_own_microbatches_is_judged_though_the_first_batch_was_whole():
+    def masked(params, batch):
+        each, _ = losses(params, batch)
+        return (each * (batch["segments"] > 1)).sum() / (batch["segments"] > 1).sum()
+
+    pipe = pipeline(masked, num_stages=2, num_microbatches=1)
+    state = pipe.init(init_fn(jax.random.key(0)), sentences(6))
+    with pytest.warns(jaxpp.MicrobatchWarning, match="mean over 2 microbatches"):
+        pipe.step(state, microbatches(6, 6))
+
+
 @pytest.mark.long
 def test_sums_add_up(float64):
     def summed(params, batch):

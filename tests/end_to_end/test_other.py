@@ -130,6 +130,8 @@ def test_a_step_that_keeps_the_old_state_keeps_all_of_it():
     first, _ = pipes["critic"].step(state, BATCH, donate=False)
     again, _ = pipes["critic"].step(state, BATCH)
     compare("params", again.params, first.params)
+    pipes["generator"].step(first, BATCH)  # consumes what it was given, and nothing of the state before that
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(again.params))
     with pytest.raises(StateError, match="leaves are gone"):
         pipes["generator"].step(state, BATCH)
 

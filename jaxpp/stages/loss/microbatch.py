@@ -55,7 +55,8 @@ class Microbatches:
             the pipeline's ``weight``. Default: what ``weight`` says, or the numbers of their examples.
 
     Raises:
-        BatchError: no microbatches, trees of different structures, or weights that have no mean.
+        BatchError: no microbatches, trees of different structures, or weights that have no mean; of weights in an array on a
+            device, for which nothing waits, the first step of their shapes tells.
 
     Example:
         >>> import jax.numpy as jnp, jaxpp
@@ -83,9 +84,12 @@ class Microbatches:
         self.weights = None if weights is None else self._checked(weights)
 
     def _checked(self, weights: ArrayLike | Aval | Sequence[int | float]) -> ArrayLike | Aval:
-        given = weights if isinstance(weights, (Array, jax.ShapeDtypeStruct)) else np.asarray(weights, scale_dtype())
         where, rule = "Microbatches(weights=...)", "the weights are a number for each microbatch"
-        if given.shape != (len(self),):
+        try:
+            given = weights if isinstance(weights, (Array, jax.ShapeDtypeStruct)) else np.asarray(weights, scale_dtype())
+        except (TypeError, ValueError):
+            raise BatchError(where, rule, repr(weights), "pass a list of as many numbers") from None
+        if given.shape != (len(self),) or jnp.issubdtype(given.dtype, jnp.complexfloating):
             raise BatchError(where, rule, f"{describe(given)} for {len(self)} microbatches", "pass a list of as many numbers")
         values = given.tolist() if isinstance(given, np.ndarray) else []
         if values and not (all(map(math.isfinite, values)) and sum(values) != 0):
