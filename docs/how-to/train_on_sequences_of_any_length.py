@@ -34,12 +34,12 @@ jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where
 
 # %%
 files = sorted(pathlib.Path(ast.__file__).parent.glob("*.py"))[:60]
-sources = [file.read_text(errors="ignore") for file in files]
+sources = [file.read_text(errors="ignore").split("\n") for file in files]
 functions = [
-    np.frombuffer(segment.encode()[:250], np.uint8).astype(np.int32)
-    for source in sources
-    for node in ast.walk(ast.parse(source))
-    if isinstance(node, ast.FunctionDef) and (segment := ast.get_source_segment(source, node))
+    np.frombuffer("\n".join(lines[node.lineno - 1 : node.end_lineno]).encode()[:250], np.uint8).astype(np.int32)
+    for lines in sources
+    for node in ast.walk(ast.parse("\n".join(lines)))
+    if isinstance(node, ast.FunctionDef)
 ]
 lengths = np.array([len(tokens) for tokens in functions])
 print(f"{len(functions):,} functions of {lengths.min()} to {lengths.max()} bytes, {lengths.mean():.0f} on average")
@@ -79,7 +79,7 @@ print(f"tokens for each that counts: {padded / lengths.sum():.2f}; if all had on
 # is the mean over all tokens of the step, however they are grouped.
 
 # %%
-model = GPT(max_length=256, width=32, depth=4, num_heads=2, dropout=0.0)
+model = GPT(max_length=256, width=32, depth=2, num_heads=2, dropout=0.0)
 
 
 def counted(batch):
@@ -99,7 +99,7 @@ def given(items):
     return jaxpp.Microbatches(items, weights=[counted(batch) for batch in items])
 
 
-pipe = jaxpp.Pipeline(loss_fn, optax.adamw(1e-2), num_stages=4, num_microbatches=6)
+pipe = jaxpp.Pipeline(loss_fn, optax.adamw(1e-2), num_stages=2, num_microbatches=6)
 first = given(itertools.islice(microbatches(), 6))
 first
 
@@ -116,7 +116,7 @@ print(pipe.verify(state, first))
 
 # %%
 losses, epoch = [], microbatches()
-for _ in range(40):
+for _ in range(30):
     state, metrics = pipe.step(state, given(itertools.islice(epoch, 6)))
     losses.append(metrics.loss)
 before, after = (np.mean(jax.device_get(some)) for some in (losses[:3], losses[-3:]))
