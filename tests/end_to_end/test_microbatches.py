@@ -206,11 +206,11 @@ def test_sums_add_up(float64):
 
 OPTIONS = [
     {"schedule": "zb-h1"},
-    {"schedule": "gpipe", "remat": "offload"},
-    {"schedule": "zb-v", "num_stages": 4},
+    pytest.param({"schedule": "gpipe", "remat": "offload"}, marks=pytest.mark.slow),
+    pytest.param({"schedule": "zb-v", "num_stages": 4}, marks=pytest.mark.slow),
     {"schedule": "interleaved", "num_stages": 4, "num_microbatches": 2},
     {"schedule": "auto"},
-    {"data_parallel": 2},
+    pytest.param({"data_parallel": 2}, marks=pytest.mark.slow),
     {"data_parallel": 2, "weight": tokens_of, "schedule": "zb-h1"},
     {"data_parallel": 2, "shard": "gradients"},
 ]
