@@ -288,7 +288,7 @@ def largest_share(model, num_stages, length=1024):
 @pytest.mark.parametrize(
     ("vocab", "depth", "num_stages"),
     [
-        pytest.param(vocab, depth, num_stages, marks=[] if (vocab, depth) == (50_257, 4) else pytest.mark.long)
+        pytest.param(vocab, depth, num_stages, marks=getattr(pytest.mark, "long" if depth < 8 else "slow"))
         for vocab in (50_257, 128_256)
         for depth in (4, 6, 8, 10, 12)
         for num_stages in (4, 8)

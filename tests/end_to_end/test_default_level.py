@@ -18,7 +18,7 @@ REPRESENTATIVE = (
 )
 
 
-@pytest.mark.long
+@pytest.mark.slow  # the notebooks and recipes compile as users do, too
 def test_results_equal_the_oracle_and_schedules_give_the_same_bits_at_the_default_optimisation():
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "optimization_level" not in flag and "fusion_emitters" not in flag]
     environment = {**os.environ, "XLA_FLAGS": " ".join(flags)}

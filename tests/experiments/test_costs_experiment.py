@@ -47,7 +47,7 @@ def test_what_is_held_is_counted_as_the_clock_counts_it():
             assert schedules.most_held(schedule, ones) == simulate(schedule).peak_residuals
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_of_many_tables_none_is_longer_and_the_mean_idle_time_is_a_fifth_less():
     found = [schedules.compare_one(seed) for seed in range(40)]  # small tables leave less to gain
     for meaning in range(len(schedules.MEANINGS)):

@@ -145,8 +145,8 @@ def test_a_pipeline_forecasts_what_apply_holds_beside_the_optimizer():
     [
         (2, 2, 1, "float32"),
         pytest.param(2, 3, 2, "bfloat16", marks=pytest.mark.long),
-        pytest.param(4, 3, 2, "bfloat16", marks=pytest.mark.long),
-        pytest.param(4, 1, 3, "float32", marks=pytest.mark.long),
+        pytest.param(4, 3, 2, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(4, 1, 3, "float32", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.long

@@ -85,7 +85,7 @@ def blocks(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], batch).mean()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_measured_step_of_a_transformer_with_a_large_head_beats_what_the_table_says():
     width, words = 128, 2048
     shapes = dict.fromkeys(("query", "key", "value"), (width, width)) | {"up": (width, 4 * width), "down": (4 * width, width)}

@@ -244,7 +244,7 @@ def lines_of(model, schedule):
     return {line.label: (line.placed, size) for line, size in pairs if line.placed is not None}
 
 
-@pytest.mark.parametrize("make", [large_mlp, pytest.param(deep_gpt, marks=pytest.mark.long), resnet])
+@pytest.mark.parametrize("make", [large_mlp, pytest.param(deep_gpt, marks=pytest.mark.slow), resnet])
 @pytest.mark.filterwarnings("ignore::jaxpp.ModelStateWarning")  # the ResNet's statistics are among the parameters
 @pytest.mark.long
 def test_w_holds_at_most_one_gradient_more_than_b(make):
