@@ -9,6 +9,7 @@ that fit, the best few are run. Without a budget nothing depends on how long the
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import statistics
 import time
@@ -27,13 +28,14 @@ from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.registry import AUTO, SCHEDULES, make
+from jaxpp.schedule.synthesis.synthesise import synthesise
 from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tuner.to_measure import made_like, residual_peaks
 from jaxpp.types import Arguments
 
 _PATIENCE = 1  # seconds before a progress bar shows
 _SAVES = ("least", "offload", "recompute")  # what stages may keep where memory is short
 _ROUNDS = 3  # in each, the best few are improved: with cuts, then a schedule for these cuts, then cuts for this schedule
+_EFFORT = 500  # steps of the search for one schedule: the last parts in a thousand are less than what a measurement misses
 _TRIES = 3  # schedules that are made with less and less room, until one fits
 _POWERS = range(-1, 4)  # of two: the numbers of microbatches in parts of the number of ranks
 
@@ -428,12 +430,12 @@ class _Search:
         if family not in self.costs:
             return
         kept = self.machine.kept(family)
-        held = residual_peaks(like.schedule, kept)
+        held = _residual_peaks(like.schedule, kept)
         room: Sequence[float] = [max(held)] * len(held)
         if hbm is not None:
             room = [hbm - peak + own for peak, own in zip(self.evaluator.peaks(like), held, strict=True)]
         for _ in range(_TRIES):
-            schedule = made_like(like.schedule, self.costs[family], kept, room)
+            schedule = _made_like(like.schedule, self.costs[family], kept, room)
             if schedule is None:
                 return
             made = dataclasses.replace(like, schedule=schedule)
@@ -524,3 +526,33 @@ def estimate(family: Family, other: Family, costs: StepCosts, num_ranks: int) ->
         after_dispatch=costs.after_dispatch / part,
         capacity=min(costs.capacity, num_ranks),
     )
+
+
+def _residual_peaks(schedule: Schedule, kept: Sequence[float]) -> tuple[float, ...]:
+    """The most bytes of residuals that each rank holds at once, where each stage keeps so many of a microbatch."""
+    change = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}
+    rows = [[change[action.kind] * kept[action.stage] for action in row] for row in schedule.rows]
+    return tuple(max(itertools.accumulate(row), default=0) for row in rows)
+
+
+def _made_like(schedule: Schedule, costs: StepCosts, kept: Sequence[float], room: Sequence[float]) -> Schedule | None:
+    """The shortest schedule that is found, with as many ranks, stages and microbatches; None if the room is too small for any.
+
+    ``costs`` are of programs with I and W apart. What the host takes to hand actions over is not looked at: the search predicts the
+    step with it.
+    """
+    try:
+        return synthesise(
+            schedule.num_ranks,
+            schedule.num_microbatches,
+            stages_per_rank=schedule.num_stages // schedule.num_ranks,
+            forward=costs.actions[Kind.F],
+            input_grad=costs.actions[Kind.I],
+            weight_grad=costs.actions[Kind.W],
+            transfer=costs.transfer or 0,
+            residuals=kept,
+            room=[max(0.0, each) for each in room],
+            effort=_EFFORT,
+        )
+    except ScheduleError:  # not even one microbatch fits
+        return None
