@@ -310,6 +310,21 @@ def test_casts_of_parameters_are_made_once_for_all_lengths():
     assert all(alone <= several <= alone + 3 for alone, several in zip(*made, strict=True)) and sum(made[0]) > 0
 
 
+def test_casts_of_weights_of_one_shape_are_not_taken_for_one_another():
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w.astype(jnp.bfloat16))
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.normal(size=(64, 64)) / 8, jnp.float32) for _ in range(4)]  # too large to be packed
+    given = jaxpp.Microbatches([jnp.asarray(rng.normal(size=(n, 64)), jnp.bfloat16) for n in (2, 3, 2)])
+    pipe = pipeline(loss, num_stages=2)
+    pipe.verify(pipe.init(params, given), given)
+    lines = pipe.engine.plan("update", given, None)[1].bound.lines
+    assert len({name for line in lines for name in line.outputs if name.ref.role == Role.STATIC}) == 4
+
+
 @pytest.mark.long
 def test_an_array_that_the_loss_closes_over_is_on_a_device_once():
     table = jnp.asarray(np.random.default_rng(0).normal(size=(VOCABULARY, WIDTH)), jnp.float32)
