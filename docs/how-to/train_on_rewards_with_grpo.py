@@ -25,62 +25,28 @@ import numpy as np
 import optax
 
 import jaxpp
+from models.gpt import GPT
 
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
 # %% [markdown]
 # ## A model with a cache
 #
-# As in [Generate text while you train](generate_text.py): `decode=True` is a second way to call the same module, which keeps what
-# it has read in the collection `cache`. A question is three tokens, `3 7 +`, and an answer two, `1 0`; 10 stands for the sign.
-
-
-# %%
-class WithCache(nn.Module):
-    decode: bool
-
-    def cached(self, k, v):
-        """All keys and values so far, and how many there were before these."""
-        keys, values = (self.variable("cache", name, jnp.zeros, k.shape) for name in ("keys", "values"))
-        index = self.variable("cache", "index", jnp.zeros, (), int)
-        start = index.value
-        if not self.is_initializing():
-            keys.value = jax.lax.dynamic_update_slice_in_dim(keys.value, k, start, axis=1)
-            values.value = jax.lax.dynamic_update_slice_in_dim(values.value, v, start, axis=1)
-            index.value = start + k.shape[1]
-        return keys.value, values.value, start
-
+# `decode=True` is a second way to call the GPT of `models/`: it keeps what it has read in the collection `cache`, as in
+# [Generate text while you train](generate_text.py). A question is three tokens, `3 7 +`, and an answer two, `1 0`; 10 stands for
+# the sign.
 
 # %%
-class Mixer(WithCache):
-    @nn.compact
-    def __call__(self, x):
-        q, k, v = jnp.split(nn.Dense(3 * x.shape[-1], name="qkv")(x), 3, axis=-1)
-        k, v, start = self.cached(k, v) if self.decode else (k, v, 0)
-        seen = jnp.arange(k.shape[1]) <= start + jnp.arange(x.shape[1])[:, None]
-        return nn.softmax(jnp.where(seen, q @ k.swapaxes(1, 2) / x.shape[-1] ** 0.5, -1e9)) @ v
-
-
-# %%
-class LM(nn.Module):
-    decode: bool = False
-
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(11, 64, name="embed")(tokens)
-        for k in range(3):
-            h = Mixer(self.decode, name=f"attention_{k}")(nn.LayerNorm(name=f"norm_{k}")(x))
-            x = x + nn.Dense(64, name=f"out_{k}")(h)
-            x = x + nn.Dense(64, name=f"down_{k}")(nn.gelu(nn.Dense(256, name=f"up_{k}")(x)))
-        return nn.Dense(11, name="head")(x)
+model = GPT(vocab_size=11, max_length=5, width=64, depth=3, dropout=0.0)
+decoder = model.clone(decode=True)
 
 
 def next_logits(params, cache, tokens):
-    logits, new = LM(decode=True).apply({"params": params, "cache": cache}, tokens, mutable=["cache"])
+    logits, new = decoder.apply({"params": params, "cache": cache}, tokens, mutable=["cache"])
     return new["cache"], logits
 
 
-shapes = jax.eval_shape(LM(decode=True).init, jax.random.key(0), jnp.ones((1, 5), int))["cache"]
+shapes = jax.eval_shape(decoder.init, jax.random.key(0), jnp.ones((1, 5), int))["cache"]
 empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 # %% [markdown]
@@ -92,7 +58,7 @@ empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 # %%
 def log_probs(params, tokens):
-    logits = nn.log_softmax(LM().apply({"params": params}, tokens[:, :-1]))
+    logits = nn.log_softmax(model.apply({"params": params}, tokens[:, :-1]))
     return jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[:, 2:, 0]  # of the two tokens of the answer
 
 
@@ -130,7 +96,7 @@ shape["advantage"] = np.zeros(GROUP * QUESTIONS, "f4")
 rates = optax.piecewise_constant_schedule(2e-3, {200: 0.2})  # after the supervised steps
 first = jaxpp.Pipeline(supervised_loss, optax.adam(rates), num_stages=4)
 pipe = first.other(grpo_loss)
-state = first.init(lambda key: LM().init(key, shape["tokens"])["params"], jax.random.key(0), wrong_sums(0))
+state = first.init(lambda key: model.init(key, shape["tokens"])["params"], jax.random.key(0), wrong_sums(0))
 state = pipe.init(state, shape)
 for step in range(200):
     state, metrics = first.step(state, wrong_sums(step))
