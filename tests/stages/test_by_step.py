@@ -26,6 +26,7 @@ from jaxpp.stages.cuts.by_step import Links, balance_step, step_costs
 from jaxpp.stages.estimate import CPU_RATES, SpineCosts
 from jaxpp.stages.loss.traced_loss import trace_loss
 from jaxpp.stages.remat import Least
+from tests.stages.test_balance import MODELS, traced
 
 
 def products(widths):
@@ -104,6 +105,33 @@ def test_the_step_is_as_short_as_the_shortest_of_all_cuts(name, num_stages, few,
         chosen = times[balance_step(loss, num_stages, links, lengths_of(schedule))]
         assert chosen <= times[found] * (1 + SLACK) * (1 + 1e-9)
         assert chosen <= min(times[cuts] for cuts in plain if cuts in times) * (1 + 1e-9), "never worse than the most even cuts"
+
+
+QUICK = {"Flax's MNIST MLP", "a funnel", "a large head", "LeNet"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in MODELS])
+def test_whole_models_are_cut_by_what_a_step_costs_as_well_as_by_equal_flops_or_better(name):
+    flat = traced(name)
+    loss = replace(flat, step=step_costs(flat, Least(transcendental=1.0), CPU_RATES))
+    assert min(loss.step.total) >= 0 < max(loss.step.total)
+    for num_stages in range(2, min(4, len(loss.spine)) + 1):
+        links = Links((0.0,) * (num_stages - 1), (1 / CPU_RATES.peer,) * (num_stages - 1))
+        schedule = make_for_stages("1f1b", num_stages=num_stages, num_microbatches=8)
+        by_flops = balance(flat, num_stages)
+        chosen = balance_step(loss, num_stages, links, lengths_of(schedule))
+        search = by_step._Search(loss, links, lengths_of(schedule), balance(loss, num_stages))
+        places = range(1, len(loss.spine))
+        if math.comb(len(places), num_stages - 1) > 20_000:  # of many, those with as much work between any two
+            total, count = prefix_sums(loss), 100 if num_stages == 3 else 30
+            spread = np.searchsorted(total, np.linspace(0, total[-1], count + 2)[1:-1]).clip(1, len(places))
+            places = sorted({*spread.tolist(), *balance(loss, num_stages)})
+        every = np.asarray(list(itertools.combinations(places, num_stages - 1)))
+        best = min(search.times(every[at : at + 4096]).min() for at in range(0, len(every), 4096))
+        time = simulated(loss, chosen, links, schedule)
+        assert np.isfinite(best)
+        assert time <= simulated(loss, by_flops, links, schedule) * (1 + 1e-9), "equal FLOPs were better"
+        assert time <= best * (1 + SLACK) * (1 + 1e-9)
 
 
 @pytest.mark.long
