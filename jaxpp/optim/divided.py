@@ -191,6 +191,9 @@ class _Body:
             return value.atoms[k]
         if along is None:
             return value
+        if isinstance(value, Literal):  # a table of rows in the body of a loop or of a custom rule
+            begin, end = along.bounds[k]
+            return _number(np.asarray(value.val)[(slice(None),) * along.axis + (slice(begin, end),)])
         key = value, along, k
         if key not in self._slices:
             self._slices[key] = self._slice(value, along, k)

@@ -102,6 +102,28 @@ def test_any_optimizer_with_any_cuts_stages_and_schedule_equals_one_device(seed)
     check(OPTIMIZERS[name](), num_layers=num_layers, **options)
 
 
+def in_a_loop(function):
+    return lambda tree: jax.lax.scan(lambda tree, _: (function(tree), None), tree, length=2)[0]
+
+
+def by_a_custom_rule(function):
+    wrapped = jax.custom_jvp(function)
+    wrapped.defjvp(lambda primals, tangents: (function(*primals), function(*tangents)))
+    return wrapped
+
+
+@pytest.mark.parametrize("wrap", [in_a_loop, pytest.param(by_a_custom_rule, marks=pytest.mark.long)])
+def test_each_slice_has_its_rows_of_a_table_that_a_nested_function_closes_over(wrap):
+    rates = np.linspace(1, 2, LAYERS)  # of each layer
+
+    @jax.jit
+    def scaled(updates):
+        return updates | {"layers": jax.tree.map(lambda u: u * rates.reshape(-1, *[1] * (u.ndim - 1)), updates["layers"])}
+
+    layered = optax.stateless(lambda updates, _: wrap(scaled)(updates))
+    check(optax.chain(layered, optax.sgd(1e-2)), num_steps=1, num_stages=4, num_microbatches=2)
+
+
 class ScannedBlock(nn.Module):
     """A GPT block as the body of a loop."""
 
