@@ -39,7 +39,7 @@ from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.floating import has_gradient
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import calls_host
-from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, first_of
+from jaxpp.stages.loss.microbatch import Microbatches, batch_avals
 from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stacked import Slicing, is_slices
@@ -87,13 +87,13 @@ class Engine:
         schedule = self.options.schedule
         if not isinstance(batch, Microbatches) or len(batch) == schedule.num_microbatches or not self.options.is_loss:
             return self
-        return self._by_count.get_or_make(len(batch), lambda: self.with_schedule(self._schedule_for(batch, key)))
+        return self._by_count.get_or_make(len(batch), lambda: self.with_schedule(self._schedule_of(len(batch))))
 
-    def _schedule_for(self, batch: Microbatches, key: Key | None) -> Schedule:
+    def _schedule_of(self, num_microbatches: int) -> Schedule:
+        """The schedule of so many microbatches. What is made to measure is measured on the first batch, whatever comes later."""
         if self.options.schedule.name != AUTO:
-            return with_microbatches(self.options.schedule, len(batch))
-        first = self.preparer.step(Microbatches([first_of(batch)]), key).cuts[0]
-        return made_for(self.options, first, self.programs, len(batch))
+            return with_microbatches(self.options.schedule, num_microbatches)
+        return made_for(self.options, self.preparer.first_cut, self.programs, num_microbatches)
 
     def with_remat(self, remat: tuple[RematPolicy, ...] | None, offload: tuple[int | None, ...]) -> "Engine":
         """The same cuts and the same schedule, with stages that keep something else."""

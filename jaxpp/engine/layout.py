@@ -500,6 +500,7 @@ class Preparer:
         self.tracing = Tracing(options, layout.frozen, layout.follows)
         self._cuts = LRU[CutLoss](4 * options.max_shapes)  # a shape has microbatches of two sizes, to train and to evaluate
         self._cuts.put((options.loss_fn, shapes_key(microbatch, key), options.is_loss), first)
+        self._first_shapes = microbatch, None if key is None else avals_of(key)
         self._known_programs: WeakValueDictionary[Hashable, Program] = WeakValueDictionary()
         self._known_constants: WeakValueDictionary[int, Constant] = WeakValueDictionary()
 
@@ -531,6 +532,12 @@ class Preparer:
         """The loss cut at one microbatch's shapes, with every parameter where its owner is."""
         name = loss_fn, shapes_key(microbatch, key), train
         return self._cuts.get_or_make(name, lambda: self._cut(loss_fn, microbatch, key, train=train))
+
+    @property
+    def first_cut(self) -> CutLoss:
+        """The loss cut at the shapes of the batch that decided the layout, which is made again if it was forgotten."""
+        microbatch, key = self._first_shapes
+        return self.cut_for(self.options.loss_fn, microbatch, key, train=self.options.is_loss)
 
     def _cut(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool) -> CutLoss:
         layout, options = self.layout, self.options

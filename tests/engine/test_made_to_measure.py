@@ -127,3 +127,29 @@ def test_a_forecast_and_a_profile_know_it():
     assert "auto" not in str(pipe.forecast(params(), BATCH, hbm="1MiB").changes)
     state = pipe.init(params(), BATCH)
     assert pipe.profile(state, BATCH, num_steps=1).schedule == pipe.schedule
+
+
+def test_of_another_number_of_microbatches_it_is_the_same_whichever_list_comes_first():
+    def loss_fn(params, batch):
+        x = batch
+        for k, weight in enumerate(params):  # the seventh layer costs as the square of the length
+            x = jnp.tanh((x + (x[:, :, None] - x[:, None]).sum(2) if k == 6 else x) @ weight)
+        return jnp.mean(x**2)
+
+    def given(*lengths):
+        return jaxpp.Microbatches([jax.ShapeDtypeStruct((2, length, SIZES[0]), "float32") for length in lengths])
+
+    def schedules(*lists):
+        pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=4, num_microbatches=4, schedule="auto", max_shapes=2)
+        pipe.abstract_state(params(), given(8, 8, 8, 8))
+        for each in lists:
+            pipe.engine.lower("update", each, None)
+        return pipe.schedule, *(pipe.engine.at(each, None).options.schedule for each in lists)
+
+    opened, long, other = schedules(given(*[500] * 6), given(8, 9, 10, 11, 12, 13, 14))
+    assert (opened, other, long) == schedules(given(500, 8, 7, 6, 5, 4, 3), given(*[2] * 6))
+    assert [made.num_microbatches for made in (opened, long, other)] == [4, 6, 7]
+    # The cut of the first batch was made again, and is as it was.
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=4, num_microbatches=6, schedule="auto")
+    pipe.abstract_state(params(), jax.ShapeDtypeStruct((6 * 2, 8, SIZES[0]), "float32"))
+    assert pipe.schedule == long
