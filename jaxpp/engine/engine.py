@@ -82,7 +82,7 @@ class Engine:
         preparer = self.preparer.for_schedule(options, placed.placement)
         return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
 
-    def at(self, batch: Batch, key: Key | None) -> "Engine":
+    def at(self, batch: Batch) -> "Engine":
         """The engine whose schedule has as many microbatches as are given in place of a batch; itself for a batch."""
         schedule = self.options.schedule
         if not isinstance(batch, Microbatches) or len(batch) == schedule.num_microbatches or not self.options.is_loss:
@@ -223,7 +223,7 @@ class Engine:
         watched: bool = False,
     ) -> tuple[Plan, LoweredStep]:
         """The plan for a batch of these shapes, compiled at the first call, and what it was made of."""
-        if purpose != "forward" and (other := self.at(batch, key)) is not self:
+        if purpose != "forward" and (other := self.at(batch)) is not self:
             return other.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
         shape, watched = (loss_fn, shapes_key(batch, key)), watched or self._limit is not None
         name, kept = (purpose, donate, watched, flags()), self._shapes.find(shape)
@@ -284,7 +284,7 @@ class Engine:
         """The lines of a step for a batch of these shapes; nothing is compiled for it."""
         check_key(key)
         train = purpose != "forward"
-        if train and (other := self.at(batch, key)) is not self:
+        if train and (other := self.at(batch)) is not self:
             return other.lower(purpose, batch, key, loss_fn=loss_fn, donate=donate)
         shape = loss_fn, shapes_key(batch, key)
         kept = self._shapes.find(shape)

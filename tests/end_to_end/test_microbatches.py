@@ -103,7 +103,7 @@ def test_eight_lengths_in_one_step_are_exact_and_each_is_compiled_once(float64):
         state, metrics = pipe.step(state, microbatches(*order))
         compare("loss", metrics.loss, want[0])
     assert pipe.engine.programs.num_compiled == compiled  # no order, and no subset, compiles anything
-    lines = [line for _, lowered in pipe.engine.at(microbatches(*lengths), None).kept for line in lowered.bound.lines]
+    lines = [line for _, lowered in pipe.engine.at(microbatches(*lengths)).kept for line in lowered.bound.lines]
     programs = Counter(program.name for program in {line.program for line in lines if line.program is not None})
     assert {programs[f"stage_{stage}_{what}"] for stage in range(3) for what in ("forward", "backward")} == {8}
 

@@ -144,7 +144,7 @@ def test_of_another_number_of_microbatches_it_is_the_same_whichever_list_comes_f
         pipe.abstract_state(params(), given(8, 8, 8, 8))
         for each in lists:
             pipe.engine.lower("update", each, None)
-        return pipe.schedule, *(pipe.engine.at(each, None).options.schedule for each in lists)
+        return pipe.schedule, *(pipe.engine.at(each).options.schedule for each in lists)
 
     opened, long, other = schedules(given(*[500] * 6), given(8, 9, 10, 11, 12, 13, 14))
     assert (opened, other, long) == schedules(given(500, 8, 7, 6, 5, 4, 3), given(*[2] * 6))

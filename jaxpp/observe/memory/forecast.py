@@ -218,7 +218,7 @@ def forecast(
     waits for the next step (the prefetched set of a bank), each time that they are named. ``base`` is the engine that trains the
     parameters, for forwards of another function: its optimizer's state lives there too.
     """
-    room, engine = room_of(engine, room), engine.at(batch, key)
+    room, engine = room_of(engine, room), engine.at(batch)
     liveness = liveness_of_all(engine, batch, key, purpose)
     end = len(liveness.lines) + 1
     beside = [] if base is None else optimizer_lives(base, end)

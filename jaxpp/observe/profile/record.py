@@ -281,7 +281,7 @@ class Steps(Work):
     """One training step after the other, on a state of its own."""
 
     def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None):
-        self.engine = engine = engine.at(batch, key)
+        self.engine = engine = engine.at(batch)
         self.batch, self.key = batch, key
         self.leaves, self.schedule = engine.copy(leaves), engine.options.schedule
         self.plan, _ = engine.plan("update", batch, key)
@@ -549,7 +549,7 @@ def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key
         raise ArgumentError(where, "it reads what jax.profiler.trace(folder) has written", shown(folder), fix)
     if not isinstance(getattr(pipe, "engine", None), Engine):
         raise ArgumentError(where, "the trace is one of a pipeline, given after its init or forecast", shown(pipe), fix)
-    engine = pipe.engine.at(batch, key)
+    engine = pipe.engine.at(batch)
     plan, lowered = engine.plan("update", batch, key)
     try:
         runs = read_runs(Path(folder))
