@@ -15,7 +15,8 @@
 # Direct preference optimization (DPO, [arXiv:2305.18290](https://arxiv.org/abs/2305.18290)) has pairs of answers, of which people
 # prefer one. The model, called the policy, learns to make the preferred answer likelier than the other, compared with what a frozen
 # copy of it, the reference, thinks of the two. Policy and reference run in one loss. This recipe has a small language model that
-# answers four digits with the same digits in some order, and prefers them sorted.
+# answers four digits with the same digits in some order, and prefers them sorted. At the end the same model learns from answers
+# without pairs, with the loss of KTO.
 
 # %%
 import flax.linen as nn
@@ -33,18 +34,17 @@ jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
-        mask = nn.make_causal_mask(x[..., 0])
-        x = x + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x), mask=mask)
-        return x + nn.Dense(64)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(x))))
+        query, key, value = jnp.split(nn.Dense(3 * 64, use_bias=False)(x), 3, axis=-1)
+        scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), query @ key.mT / 8, -1e9)
+        x = x + nn.Dense(64, use_bias=False)(nn.softmax(scores) @ value)
+        return x + nn.Dense(64)(nn.relu(nn.Dense(128)(x)))
 
 
 class LM(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(11, 64)(tokens) + self.param("positions", nn.initializers.normal(0.1), (9, 64))[: tokens.shape[1]]
-        for _ in range(2):
-            x = Block()(x)
-        return nn.Dense(11)(nn.LayerNorm()(x))
+        return nn.Dense(11)(Block()(x))
 
 
 model = LM()
@@ -53,7 +53,7 @@ model = LM()
 # ## A model that knows both answers
 #
 # A sequence is four digits, a separator (10) and four digits. The first model has seen digits in rising and in falling order,
-# equally often.
+# equally often. Any parameters will do, such as those of a checkpoint; here a few steps on one device make them.
 
 
 # %%
@@ -72,15 +72,21 @@ def log_likelihood(params, tokens):
     return -losses[:, 4:].sum(1)  # the answer begins behind the separator
 
 
-def likelihood_loss(params, batch):
-    return -log_likelihood(params, jnp.concatenate([batch["chosen"], batch["rejected"]])).mean()
+adam = optax.adam(3e-3)
 
 
-first = jaxpp.Pipeline(likelihood_loss, optax.adam(3e-3), num_stages=2)
-tuned = first.init(lambda key: model.init(key, pairs_of(0)["chosen"])["params"], jax.random.key(0), pairs_of(0))
+@jax.jit
+def supervised_step(params, opt_state, batch):
+    loss, grads = jax.value_and_grad(lambda params: -log_likelihood(params, jnp.concatenate(list(batch.values()))).mean())(params)
+    updates, opt_state = adam.update(grads, opt_state)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+reference = jax.jit(model.init)(jax.random.key(0), pairs_of(0)["chosen"])["params"]
+opt_state = adam.init(reference)
 for step in range(200):
-    tuned, metrics = first.step(tuned, pairs_of(step))
-print(f"loss of the first model: {metrics.loss:.2f}")
+    reference, opt_state, loss = supervised_step(reference, opt_state, pairs_of(step))
+print(f"loss of the first model: {loss:.2f}")
 
 # %% [markdown]
 # ## Policy and reference in one loss
@@ -89,7 +95,7 @@ print(f"loss of the first model: {metrics.loss:.2f}")
 # gradient for it, keeps nothing for its backward, and holds no optimizer state for it. The loss needs no `stop_gradient`.
 
 # %%
-BETA = 0.1
+BETA = 0.5
 
 
 def dpo_loss(params, batch):
@@ -101,10 +107,9 @@ def dpo_loss(params, batch):
 
 
 optimizer = optax.multi_transform(
-    {"policy": optax.adam(3e-4), "reference": optax.set_to_zero()}, lambda params: {name: name for name in params}
+    {"policy": optax.adam(1e-4), "reference": optax.set_to_zero()}, lambda params: {name: name for name in params}
 )
 pipe = jaxpp.Pipeline(dpo_loss, optimizer, num_stages=4, has_aux=True)
-reference = jaxpp.gather(tuned.params)
 state = pipe.init({"policy": reference, "reference": reference}, pairs_of(0))
 print(pipe.stages)
 
@@ -112,9 +117,9 @@ print(pipe.stages)
 # The reference has no backward, so a stage takes more of its layers than of the policy's, and all stages cost about the same.
 
 # %%
-for step in range(100):
+for step in range(40):
     state, metrics = pipe.step(state, pairs_of(1000 + step))
-    if step % 25 == 24:
+    if step % 20 == 19:
         print(f"step {step + 1}: loss {metrics.loss:.3f}, prefers the chosen answer {metrics.aux['prefers']:.0%}")
 assert metrics.aux["prefers"] > 0.95
 
@@ -123,12 +128,20 @@ assert metrics.aux["prefers"] > 0.95
 
 
 # %%
-def likelihoods(params, batch):
-    return {name: jnp.exp(log_likelihood(params["policy"], batch[name])) for name in ("chosen", "rejected")}
+def of_both(params, tokens):
+    return {name: log_likelihood(params[name], tokens) for name in ("policy", "reference")}
 
 
-found = pipe.apply(state, pairs_of(5000), fn=likelihoods)
-print({name: f"{float(np.mean(each)):.2f}" for name, each in found.items()})
+def shown(state, pairs):
+    found = pipe.apply(state, np.concatenate([pairs["chosen"], pairs["rejected"]]), fn=of_both)
+    chances = {name: np.exp(each).reshape(2, -1).mean(1) for name, each in found.items()}
+    for name, (chosen, rejected) in chances.items():
+        print(f"{name}: probability of sorted answers {chosen:.2f}, of reversed answers {rejected:.2f}")
+    return chances["policy"] / chances["reference"]
+
+
+more, less = shown(state, pairs_of(5000))
+assert more > 1 > 10 * less
 
 # %% [markdown]
 # ## Check it
@@ -143,11 +156,49 @@ count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E
 assert count(state.opt_state) == 2 * count(reference) + 1
 
 # %% [markdown]
+# ## Answers without pairs: KTO
+#
+# KTO ([arXiv:2402.01306](https://arxiv.org/abs/2402.01306)) has single answers, each desirable or not. An answer counts by how far
+# its gain over the reference lies above a reference point, or below it. The reference point is the divergence of the policy from
+# the reference, estimated with answers that belong to other prompts; no gradient goes through it.
+#
+# This estimate is a mean over the batch. Inside the loss it would be a mean over a microbatch, another number for each, and jaxpp
+# would warn that the loss compares examples with each other. So it is computed before the step, from all answers, and is a number
+# in the batch that every microbatch gets. The same forward gives the reference's log-likelihoods, so the loss runs the policy alone.
+
+
+# %%
+def kto_loss(params, batch):
+    gain = log_likelihood(params["policy"], batch["tokens"]) - batch["reference"]
+    above = jnp.where(batch["desirable"], gain - batch["divergence"], batch["divergence"] - gain)
+    return (1 - nn.sigmoid(BETA * above)).mean()
+
+
+def answers_of(state, step):
+    pairs, desirable = pairs_of(step), np.random.default_rng(step).random(64) < 0.5
+    tokens = np.where(desirable[:, None], pairs["chosen"], pairs["rejected"])
+    others = np.concatenate([tokens[:, :5], np.roll(tokens[:, 5:], 1, axis=0)], 1)  # answers to other prompts
+    found = pipe.apply(state, np.concatenate([tokens, others]), fn=of_both)
+    divergence = np.mean(found["policy"][64:] - found["reference"][64:]).clip(0)
+    return {"tokens": tokens, "desirable": desirable, "reference": found["reference"][:64], "divergence": divergence}
+
+
+state = pipe.init({"policy": reference, "reference": reference}, pairs_of(0))
+kto = pipe.other(kto_loss)
+state = kto.init(state, answers_of(state, 0))
+for step in range(40):
+    state, metrics = kto.step(state, answers_of(state, step))
+print(f"loss {metrics.loss:.3f}")
+more, less = shown(state, pairs_of(5000))
+assert more > 1 > 10 * less
+print(kto.verify(state, answers_of(state, 2000)))
+
+# %% [markdown]
 # ## What to look out for
 #
-# - Another preference loss, such as that of IPO or KTO, is another function of the same log-likelihoods.
-# - A reference that is asked for the same pairs in every epoch can be asked once: put its log-likelihoods into the batch, from
-#   `jaxpp.Forward`, and leave it out of the loss.
+# - Another preference loss, such as that of IPO, is another function of the same log-likelihoods.
+# - A reference that is asked for the same pairs in every epoch can be asked once: put its log-likelihoods into the batch, as for
+#   KTO, and leave it out of the loss.
 # - With [LoRA](fine_tune_with_lora.py) the reference is the policy without its thin matrices, so no copy is needed.
-# - Answers of different lengths are padded, with a mask in `log_likelihood`. The loss is a mean over pairs, so no `weight` is
-#   needed.
+# - Answers of different lengths are padded, with a mask in `log_likelihood`. The loss is a mean over answers or pairs, so no
+#   `weight` is needed.
