@@ -234,7 +234,7 @@ class _Body:
         return results
 
 
-def _number(value: Array) -> Literal:
+def _number(value: Array | np.ndarray) -> Literal:
     return Literal(np.asarray(value), jax.typeof(value))
 
 

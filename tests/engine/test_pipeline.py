@@ -104,6 +104,48 @@ def test_verify_names_the_first_leaf_that_differs_and_both_values_when_a_stage_w
     assert "single device " in str(error.value)
 
 
+def advantages(params, batch, key=None):
+    """A loss whose terms cancel: 1, -1, 1, ... times ratios that are all 1."""
+    scores = jnp.tanh(batch["x"] @ params["a"]) @ params["b"]
+    return (jnp.exp(scores - jax.lax.stop_gradient(scores)) * batch["advantage"]).mean(), {"mean": scores.mean()}
+
+
+def differences(params, batch):
+    """The same as the difference of two sums that are weighed, with a scale."""
+    scores, more = jnp.tanh(batch["x"] @ params["a"]) @ params["b"], batch["advantage"] > 0
+    ones = jnp.exp(scores - jax.lax.stop_gradient(scores))
+    return -2 * (jnp.dot(ones, more.astype("f")) - jnp.where(more, 0, ones).sum()) / 4, {}
+
+
+@pytest.mark.parametrize("loss_fn", [advantages, pytest.param(differences, marks=pytest.mark.long)])
+def test_a_loss_whose_terms_cancel_is_compared_relative_to_its_terms(loss_fn, monkeypatch):
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(8, 5)).astype("f4"), "advantage": np.tile([1, -1], 4).astype("f4")}
+    params = {"a": rng.normal(size=(5, 6)).astype("f4"), "b": rng.normal(size=6).astype("f4")}
+    options = {"num_stages": 2, "num_microbatches": 2, "has_aux": True}
+    options |= {"reduction": "sum"} if loss_fn is differences else {}
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), **options)
+    state, run = pipe.init(params, batch), pipe.engine.run
+
+    def verify(error):
+        monkeypatch.setattr(pipe.engine, "run", lambda *args, **kwargs: moved(run(*args, **kwargs), error))
+        return pipe.verify(state, batch)
+
+    def moved(outcome, error):
+        return outcome._replace(loss=outcome.loss + error)
+
+    verify(3e-7)  # a rounding or two of numbers of size 1
+    with pytest.raises(VerifyError, match="loss does not"):
+        verify(3e-4)
+    # What has terms of one sign is compared relative to its own size, as ever.
+    batch["advantage"] = np.full(8, 1e-3, "f4")
+    state = pipe.state
+    verify(0.0)
+    if loss_fn is advantages:
+        with pytest.raises(VerifyError, match="loss does not"):
+            verify(3e-7)
+
+
 def doubled(call):
     return lambda *args: [2 * value for value in call(*args)]
 
