@@ -72,6 +72,7 @@ def log_likelihood(params, tokens):
     return -losses[:, 4:].sum(1)  # the answer begins behind the separator
 
 
+# %%
 adam = optax.adam(3e-3)
 
 
@@ -164,7 +165,8 @@ assert count(state.opt_state) == 2 * count(reference) + 1
 #
 # This estimate is a mean over the batch. Inside the loss it would be a mean over a microbatch, another number for each, and jaxpp
 # would warn that the loss compares examples with each other. So it is computed before the step, from all answers, and is a number
-# in the batch that every microbatch gets. The same forward gives the reference's log-likelihoods, so the loss runs the policy alone.
+# in the batch that every microbatch gets. The same forward gives the reference's log-likelihoods, so the loss runs the policy
+# alone.
 
 
 # %%
@@ -174,6 +176,7 @@ def kto_loss(params, batch):
     return (1 - nn.sigmoid(BETA * above)).mean()
 
 
+# %%
 def answers_of(state, step):
     pairs, desirable = pairs_of(step), np.random.default_rng(step).random(64) < 0.5
     tokens = np.where(desirable[:, None], pairs["chosen"], pairs["rejected"])
@@ -183,6 +186,7 @@ def answers_of(state, step):
     return {"tokens": tokens, "desirable": desirable, "reference": found["reference"][:64], "divergence": divergence}
 
 
+# %%
 state = pipe.init({"policy": reference, "reference": reference}, pairs_of(0))
 kto = pipe.other(kto_loss)
 state = kto.init(state, answers_of(state, 0))

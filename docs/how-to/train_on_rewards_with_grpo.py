@@ -37,7 +37,7 @@ jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where
 # the sign.
 
 # %%
-model = GPT(vocab_size=11, max_length=5, width=64, depth=3, dropout=0.0)
+model = GPT(vocab_size=11, max_length=5, width=64, depth=1, dropout=0.0)
 decoder = model.clone(decode=True)
 
 
@@ -68,15 +68,11 @@ def grpo_loss(params, batch):
     return -jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain).mean()
 
 
-def supervised_loss(params, batch):
-    return -log_probs(params, batch["tokens"]).mean()
-
-
 # %% [markdown]
 # ## Begin with a model that errs
 #
-# Two losses train one state: first a supervised one, on sums of which many are wrong, then the one above. `pipe.other` makes the
-# second pipeline, over the parameters of the first, where they are.
+# Any parameters will do, such as those of a checkpoint. Here a few steps on one device make them, from sums of which many are
+# wrong.
 
 # %%
 GROUP, QUESTIONS = 8, 16
@@ -87,19 +83,30 @@ def wrong_sums(step, count=128):
     rng = np.random.default_rng(step)
     a, b = rng.integers(0, 10, (2, count))
     total = np.where(rng.random(count) < 0.5, a + b, rng.integers(0, 19, count))
-    return {"tokens": np.stack([a, b, np.full(count, 10), total // 10, total % 10], 1).astype("i4")}
+    return np.stack([a, b, np.full(count, 10), total // 10, total % 10], 1).astype("i4")
 
+
+# %%
+adam = optax.adam(2e-3)
+
+
+@jax.jit
+def supervised_step(params, opt_state, tokens):
+    grads = jax.grad(lambda params: -log_probs(params, tokens).mean())(params)
+    updates, opt_state = adam.update(grads, opt_state)
+    return optax.apply_updates(params, updates), opt_state
+
+
+params = jax.jit(model.init)(jax.random.key(0), wrong_sums(0))["params"]
+opt_state = adam.init(params)
+for step in range(200):
+    params, opt_state = supervised_step(params, opt_state, wrong_sums(step))
 
 # %%
 shape = {"tokens": np.zeros((GROUP * QUESTIONS, 5), "i4"), "old": np.zeros((GROUP * QUESTIONS, 2), "f4")}
 shape["advantage"] = np.zeros(GROUP * QUESTIONS, "f4")
-rates = optax.piecewise_constant_schedule(2e-3, {200: 0.2})  # after the supervised steps
-first = jaxpp.Pipeline(supervised_loss, optax.adam(rates), num_stages=4)
-pipe = first.other(grpo_loss)
-state = first.init(lambda key: model.init(key, shape["tokens"])["params"], jax.random.key(0), wrong_sums(0))
-state = pipe.init(state, shape)
-for step in range(200):
-    state, metrics = first.step(state, wrong_sums(step))
+pipe = jaxpp.Pipeline(grpo_loss, optax.adam(4e-4), num_stages=2)
+state = pipe.init(params, shape)
 print(pipe.stages)
 
 
@@ -140,25 +147,25 @@ def experience(state, step):
 
 # %%
 scores = []
-for step in range(40):
+for step in range(20):
     batch, score = experience(state, step)
     scores.append(score)
     for _ in range(2):  # the second step is where the ratio differs from 1
         state, metrics = pipe.step(state, batch)
-    if step % 10 == 9:
-        print(f"step {step + 1}: right {np.mean(scores[-10:]):.0%}")
-assert np.mean(scores[-10:]) > np.mean(scores[:10]) + 0.2
+    if step % 5 == 4:
+        print(f"step {step + 1}: right {np.mean(scores[-5:]):.0%}")
+assert np.mean(scores[-5:]) > np.mean(scores[:5]) + 0.1
 
 # %% [markdown]
 # ## Check it
 #
 # A step equals the plain step on one device. The advantages of a group add up to 0, and so does the loss of answers that were just
-# sampled, which leaves rounding to compare; with 1 added to each advantage the loss is a number. And the log-probabilities that
+# sampled, but for rounding; `verify` compares such a loss relative to the terms that cancel in it. And the log-probabilities that
 # came with the tokens are those of the loss:
 
 # %%
 batch, _ = experience(state, 1000)
-print(pipe.verify(state, batch | {"advantage": batch["advantage"] + 1}))
+print(pipe.verify(state, batch))
 again = pipe.apply(state, batch["tokens"], fn=log_probs)
 np.testing.assert_allclose(again, batch["old"], rtol=1e-3, atol=1e-4)
 
@@ -170,5 +177,5 @@ np.testing.assert_allclose(again, batch["old"], rtol=1e-3, atol=1e-4)
 #   there are stages.
 # - A term that keeps the model near a reference needs the reference's log-probabilities: put them into the batch, or its parameters
 #   beside the policy's, as in [Learn preferences with DPO](learn_preferences_with_dpo.py).
-# - Both pipelines have one state and one optimizer, whose count of steps goes on from loss to loss; so the schedule of the learning
-#   rate says when the second loss begins. At the higher rate the model forgets what it knew.
+# - Another loss can train the same state in turn, such as a supervised one on answers that people wrote: `pipe.other(loss)` makes
+#   its pipeline, as in [Train a GAN](train_a_gan.py). Both have one optimizer, whose count of steps goes on from loss to loss.
