@@ -78,7 +78,8 @@ adam = optax.adam(3e-3)
 
 @jax.jit
 def supervised_step(params, opt_state, batch):
-    loss, grads = jax.value_and_grad(lambda params: -log_likelihood(params, jnp.concatenate(list(batch.values()))).mean())(params)
+    both = jnp.concatenate([batch["chosen"], batch["rejected"]])
+    loss, grads = jax.value_and_grad(lambda params: -log_likelihood(params, both).mean())(params)
     updates, opt_state = adam.update(grads, opt_state)
     return optax.apply_updates(params, updates), opt_state, loss
 

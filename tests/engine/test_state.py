@@ -3,7 +3,9 @@
 import collections.abc
 import copy
 import dataclasses
+import pathlib
 import pickle
+import re
 
 import chex
 import jax
@@ -189,3 +191,19 @@ def test_metrics_have_the_norm_of_each_stages_gradients_on_its_device():
         np.testing.assert_allclose(norm, optax.tree.norm(grads[name]), rtol=1e-5)
         assert norm.devices() == {pipe.engine.placement[stage].devices[0]}
     assert pipe.evaluate(state, X).by_stage == {}
+
+
+def test_the_noise_scale_of_the_guide_is_that_of_one_device():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "guide" / "train.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def noise_scale" in block)
+    exec(code, names := {})  # noqa: S102  (what a reader would paste)
+    pipe, rng = pipeline(stages=3), np.random.default_rng(0)
+    batch = X + rng.normal(size=X.shape).astype(X.dtype)
+    parts = jnp.split(batch, 4)
+    found = names["noise_scale"](pipe, pipe.init(PARAMS, batch), batch, parts)
+    whole, *small = (jax.grad(loss_fn)(PARAMS, each) for each in (batch, *parts))
+    for stage, name in enumerate("abc"):
+        big, mean = optax.tree.norm(whole[name]) ** 2, np.mean([optax.tree.norm(each[name]) ** 2 for each in small])
+        signal = (len(batch) * big - len(parts[0]) * mean) / (len(batch) - len(parts[0]))  # appendix A.1 of the paper
+        noise = (mean - big) / (1 / len(parts[0]) - 1 / len(batch))
+        np.testing.assert_allclose(found[stage], noise / signal, rtol=1e-3)
