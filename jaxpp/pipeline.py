@@ -204,6 +204,7 @@ class Pipeline(Forward):
         max_shapes: int = 8,
         hbm: float | str | None = None,
         fuse: bool | None = None,
+        host: str | None = None,
     ):
         hbm = None if hbm is None else parse_bytes(hbm)
         given = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}

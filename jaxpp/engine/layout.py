@@ -25,6 +25,7 @@ from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Constant, Name
 from jaxpp.plan.microbatch_weights import given_weights, weigh
 from jaxpp.plan.step import Leaves, Step, given_names, param_name, state_name
+from jaxpp.plan.visits import waiting
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
 from jaxpp.runtime.place import Placement, undivided_warning
@@ -432,6 +433,7 @@ class Placed:
     known: Mapping[str, Any]  # how parameters and optimizer leaves are sharded there, and which of them each replica has of its own
     update: Update | None  # the optimizer, placed
     scales: tuple[Aval, ...]  # the shape of each leaf of the loss scale
+    waiting: frozenset[Role] = frozenset()  # the roles of what waits in host memory between steps
 
     @cached_property
     def placement(self) -> Placement:
@@ -440,7 +442,13 @@ class Placed:
 
     @cached_property
     def names(self) -> Leaves[Name]:
-        """What each leaf of a state is called."""
+        """What each leaf of a state is called where it is between steps."""
+        there = self.names_on_devices
+        return there.fill([waiting(name) if name.ref.role in self.waiting else name for name in there.flat()])
+
+    @cached_property
+    def names_on_devices(self) -> Leaves[Name]:
+        """What each leaf of a state is called on the devices of its stage."""
         layout, update = self.layout, self.update
         params = [param_name(stage, leaf, shared=leaf in layout.divided) for leaf, stage in enumerate(layout.owner)]
         opts = [opt_name(stage, leaf) for leaf, stage in enumerate(update.opt_owner)] if update else []
@@ -475,7 +483,7 @@ def place_leaves(options: Options, optimizer: optax.GradientTransformation | Non
     own = {(role, layout.num_shared + k) for k in range(layout.num_own) for role in (Role.PARAM, Role.GRAD)}
     known: dict[str, Any] = {"specs": layout.specs, "parts": layout.parts, "own": frozenset(own if replicated else ())}
     if optimizer is None:
-        return Placed(layout, options.placement, known, None, scales)
+        return Placed(layout, options.placement, known, None, scales, options.waiting)
     (loss,) = shapes_of(first.loss.graph.outputs[:1])
     states = list(zip(layout.state_owner, layout.state_shapes, strict=True)) if options.loss_scale else ()
     kept = {len(layout.owner) + leaf for leaf in kept_leaves(optimizer, params, layout.untrained)} | layout.untrained
@@ -487,7 +495,7 @@ def place_leaves(options: Options, optimizer: optax.GradientTransformation | Non
         leaves = [len(jax.tree.leaves(part)) for part in opt_state]
         own |= {(Role.OPT, leaves[0] + k) for k in range(leaves[1])}
     known |= {"opt_specs": specs, "own": frozenset(own if replicated else ())}
-    return Placed(layout, options.placement, known, update, scales)
+    return Placed(layout, options.placement, known, update, scales, options.waiting)
 
 
 class Preparer:
@@ -624,4 +632,5 @@ class Preparer:
             known=self._known_programs,
             constants=self._known_constants,
             weights=weights,
+            visits=Role.GRAD in options.waiting,
         )

@@ -216,7 +216,7 @@ def line_liveness(
     for name, begin in begins.items():
         until, device = ends.get(name, last.get(name, -1) + 1), places[name.stage].shown
         life = Life(name, device, sizes[name], memory_kind(name), begin, until, name in donated)
-        if name.ref.role == Role.OFFLOADED:
+        if name.ref.waits:
             hosted.append(life)
             continue
         forward = actions.get(Action(name.stage, Kind.F, name.microbatch), end)

@@ -162,7 +162,7 @@ class Company:
             each = json.loads(text)
             for number, device, *rest in each["lives"]:
                 name = self._names[number]
-                (hosted if name.ref.role == Role.OFFLOADED else lives).append(Life(name, devices[device], *rest))
+                (hosted if name.ref.waits else lives).append(Life(name, devices[device], *rest))
             for when, moment, device, kinds, *rest in each["samples"]:
                 samples.append(Sample(when, moment, devices[device], tuple(kinds), *rest))
             stats |= {devices[device]: found for device, found in each["stats"]}
