@@ -213,7 +213,7 @@ class Engine:
         """The lines with copies of what waits in host memory, and what the outputs are then called."""
         if not self.options.waiting:
             return builder, list(outputs)
-        made, copies = with_visits(builder, self.placement.places, self.options.waiting, inputs, outputs)
+        made, copies = with_visits(builder, self.placement.places, self.options.waiting, self.placed.numbers, inputs, outputs)
         return made, [copies.get(name, name) for name in outputs]
 
     def make_loss_scale(self) -> list[Array]:

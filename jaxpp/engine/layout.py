@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -443,8 +444,15 @@ class Placed:
     @cached_property
     def names(self) -> Leaves[Name]:
         """What each leaf of a state is called where it is between steps."""
-        there = self.names_on_devices
-        return there.fill([waiting(name) if name.ref.role in self.waiting else name for name in there.flat()])
+        there, stays = self.names_on_devices, self.numbers
+        waits = (n.ref.role in self.waiting and (n.ref.role, n.ref.index) not in stays for n in there.flat())
+        return there.fill([waiting(name) if one else name for name, one in zip(there.flat(), waits, strict=True)])
+
+    @cached_property
+    def numbers(self) -> frozenset[tuple[Role, int]]:
+        """The leaves that are single numbers, by role and index: these are always on devices."""
+        pairs = zip(self.names_on_devices.flat(), self.shapes.flat(), strict=True)
+        return frozenset((name.ref.role, name.ref.index) for name, aval in pairs if math.prod(aval.shape) <= 1)
 
     @cached_property
     def names_on_devices(self) -> Leaves[Name]:
@@ -463,7 +471,7 @@ class Placed:
         """The shape of each leaf of a state."""
         opts = [] if self.update is None else [atom.aval for atom in self.update.init_graph.outputs]
         flat = [*jax.tree.leaves(self.layout.params), *opts, *self.layout.state_shapes, *self.scales]
-        return self.names.fill(flat)
+        return self.names_on_devices.fill(flat)
 
     @cached_property
     def shapes_by_role(self) -> Mapping[tuple[Role, int], Aval]:

@@ -37,33 +37,50 @@ def early(lines: Sequence[Line]) -> list[Line]:
     last = max((number for number, line in enumerate(lines) if line.action is not None), default=-1)
     if any(line.call is not None and not line.copies for line in lines[last + 1 :]):
         return list(lines)
-    written, read = dict[Name, int](), dict[Name, int]()
+    written, read = dict[Name, int](), dict[Name, int]()  # behind which line each name was written, and read, last
+    waits = dict[Name, Line]()  # what needs nothing of the step, by what it makes: it runs right before its reader
     behind: defaultdict[int, list[Line]] = defaultdict(list)
     for number, line in enumerate(lines):
         at = number
         if number > last:
-            needs = [written.get(name, -1) for name in (*line.inputs, *line.outputs)]
-            at = max([*needs, *(read.get(name, -1) for name in (*line.outputs, *line.taken))])
+            names = (*line.inputs, *line.outputs)
+            at = max([*(written.get(name, -1) for name in names), *(read.get(name, -1) for name in (*line.outputs, *line.taken))])
+            if at < 0 and not any(name in waits for name in line.inputs):
+                waits |= dict.fromkeys(line.outputs, line)
+                continue
             at = number if at < 0 else at
+        for name in line.inputs:
+            if name in waits:
+                first = waits.pop(name)
+                waits = {name: other for name, other in waits.items() if other is not first}
+                behind[at].append(first)
+                written |= dict.fromkeys(first.outputs, at)
+                read |= {name: max(at, read.get(name, -1)) for name in first.inputs}
         behind[at].append(line)
         written |= dict.fromkeys(line.outputs, at)
         read |= {name: max(at, read.get(name, -1)) for name in line.inputs}
-    return [line for number in range(len(lines)) for line in behind[number]]
+    return [*(line for number in range(len(lines)) for line in behind[number]), *dict.fromkeys(waits.values())]
 
 
 def with_visits(
-    builder: Builder, places: Sequence[Hashable], roles: Collection[Role], given: Sequence[Name], results: Sequence[Name]
+    builder: Builder,
+    places: Sequence[Hashable],
+    roles: Collection[Role],
+    stays: Collection[tuple[Role, int]],
+    given: Sequence[Name],
+    results: Sequence[Name],
 ) -> tuple[Builder, dict[Name, Name]]:
     """Lines that copy what waits in and out; and what those of the results that then wait are called.
 
     Args:
         builder: the lines, in which everything is on devices.
         places: where each stage lives.
-        roles: what is on devices only while it is used.
+        roles: what is on devices only while it is used,
+        stays: but for these leaves, by role and index.
         given: what the arguments of the step are called; some wait.
         results: what its results are called, on devices.
     """
-    return _Visits(builder, places, roles, given, results).run()
+    return _Visits(builder, places, roles, stays, given, results).run()
 
 
 @dataclass
@@ -78,9 +95,16 @@ class _Value:
 
 class _Visits:
     def __init__(
-        self, builder: Builder, places: Sequence[Hashable], roles: Collection[Role], given: Sequence[Name], results: Sequence[Name]
+        self,
+        builder: Builder,
+        places: Sequence[Hashable],
+        roles: Collection[Role],
+        stays: Collection[tuple[Role, int]],
+        given: Sequence[Name],
+        results: Sequence[Name],
     ):
-        self._constants, self._places, self._roles, self._results = builder.constants, places, roles, frozenset(results)
+        self._constants, self._places, self._results = builder.constants, places, frozenset(results)
+        self._roles, self._stays = roles, stays
         self._values: defaultdict[Name, _Value] = defaultdict(_Value)
         for name in given:
             if name.ref.waits:
@@ -123,7 +147,11 @@ class _Visits:
         """The values that a line touches, of those that visit; and those of which what it reads is computed."""
         made_of = [name for made in line.inputs if made in self._makers for name in self._makers[made].inputs]
         names = dict.fromkeys([*made_of, *line.inputs, *line.outputs])
-        return [name for name in names if name.stage != CALLER and name.ref.role in self._roles]
+        return list(filter(self._visits, names))
+
+    def _visits(self, name: Name) -> bool:
+        ref = name.ref
+        return name.stage != CALLER and ref.role in self._roles and (ref.role, ref.index) not in self._stays
 
     def _find_visits(self) -> None:
         stages, visits, programs = dict[Hashable, int](), defaultdict[Hashable, int](int), dict[Hashable, int]()
