@@ -28,7 +28,7 @@ from jaxpp.plan.visits import early, here, with_visits
 from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import NanCheck, flags
-from jaxpp.runtime.edges import at_replica, put, put_at, split_over_replicas, to_homes, unaliased
+from jaxpp.runtime.edges import at_replica, put, put_at, split_over_replicas, to_device, to_homes, unaliased
 from jaxpp.runtime.execute import Observer, execute, limit_of
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.place import Placement
@@ -172,6 +172,14 @@ class Engine:
     def copy(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """Copies of the leaves of a state, each on its owner."""
         return leaves.fill([put(leaf, home) for leaf, home in zip(leaves.flat(), self.placed.homes.flat(), strict=True)])
+
+    def on_devices(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """The leaves of a state, of which what waits in host memory is copied to the devices of its stage."""
+        if not self.options.waiting:
+            return leaves
+        pairs = zip(leaves, self.placed.names_on_devices, strict=True)
+        homes = [[self.placement[name.stage].home(name.ref) for name in group[: len(given)]] for given, group in pairs]
+        return leaves.fill(to_device(leaves.flat(), [home for group in homes for home in group]))
 
     def apart(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The leaves of a state after a step, with copies of those that are the arrays of the state before it."""

@@ -1,8 +1,9 @@
 """Visits: what waits in host memory comes to its devices before the lines that read it, and goes back when it has changed.
 
 Lines are written as if everything lived on devices. Here those of a step are given copies of what waits (``Waiting``). A *visit* is
-a run of lines of one stage at its place, undisturbed by other stages there: within it a value is copied in once, one line of that
-place ahead of its first reader, and is let go after its last. What a visit has changed and a later one, or the caller, wants goes
+a run of lines of one stage at its place, undisturbed by other stages there: within it a value is copied in once and is let go after
+its last reader. What a visit begins with is copied in while the visit before it runs, what it reads later (the optimizer's state)
+from its beginning on. What a visit has changed and a later one, or the caller, wants goes
 out. What a step computes from parameters alone (a cast) is computed again in each visit, which is cheaper than a copy.
 
 The update of a stage runs as soon as its gradients are complete (``early``), so that these need not wait in between.
@@ -112,6 +113,7 @@ class _Visits:
         self._makers = dict[Name, Line]()  # of what each visit computes again
         self._lines = self._without_needless(builder.lines)
         self._ahead = list[int]()  # for each line, the last program before it at its place
+        self._begins = dict[tuple[Hashable, int], int]()  # the first line of each visit, by its place
         self._ins: defaultdict[int, list[tuple[Name, Name]]] = defaultdict(list)  # the copies right before each line
         self._outs: defaultdict[int, list[tuple[Name, Name]]] = defaultdict(list)  # and right behind it
         self._again: defaultdict[int, list[Line]] = defaultdict(list)  # the programs right before it
@@ -164,6 +166,7 @@ class _Visits:
                 at = self._places[name.stage]
                 visits[at] += stages.get(at) != name.stage
                 stages[at] = name.stage
+                self._begins.setdefault((at, visits[at]), number)
                 self._values[name].touches[number] = visits[at]
 
     def _visited(self, number: int, line: Line) -> Line:
@@ -190,8 +193,13 @@ class _Visits:
         value = self._values[name]
         if value.visit != value.touches[number] and name not in self._makers:
             assert value.copy is not None, f"{name} is read before it is made"
-            ahead = self._ahead[number]
-            self._ins[ahead if ahead > value.since else number].append((value.copy, named))
+            self._ins[max(self._early(number, name), value.since + 1)].append((value.copy, named))
+
+    def _early(self, number: int, name: Name) -> int:
+        """Before which line a value is copied in, if it is there, that is read first by a line of a visit."""
+        place, visit = self._places[name.stage], self._values[name].touches[number]
+        begins = self._begins[place, visit]
+        return begins if begins < number else self._begins.get((place, visit - 1), self._ahead[number])
 
     def _is_wanted(self, number: int, name: Name) -> bool:
         """Whether this line is the last in its visit to touch a value that a later visit, or the caller, wants."""
