@@ -29,7 +29,6 @@ from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.draw.canvas import Figure
 from jaxpp.schedule.simulate import Simulation, simulate
-from jaxpp.stages.program import Role
 from jaxpp.targets import Target, target_of
 from jaxpp.types import Batch, Key
 

@@ -248,8 +248,8 @@ class Step:
         Of ``pairs``, a forward and the backward right behind it, those become one program that their stage can run as one.
 
         A stage with small gradients adds those of every microbatch to zeros, so that each backward is compiled once. A stage with
-        large gradients, which take longer to zero and to read again, or which visit, has two: the first microbatch's makes the sums. Where replicas
-        sum a part each, every microbatch's makes gradients of its own.
+        large gradients, which take longer to zero and to read again, or with gradients that visit, has two: the first microbatch's
+        makes the sums. Where replicas sum a part each, every microbatch's makes gradients of its own.
         """
         sums = [self.accumulators(stage) for stage in range(self.num_stages)]
         small = [sum(map(count_bytes, own.values())) <= ZEROED and not self.visits for own in sums]

@@ -9,9 +9,11 @@ out. What a step computes from parameters alone (a cast) is computed again in ea
 The update of a stage runs as soon as its gradients are complete (``early``), so that these need not wait in between.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from jaxpp.plan.builder import CALLER, Builder, Line, MemoryCopy, Name
 from jaxpp.stages.program import Role
@@ -112,8 +114,8 @@ class _Visits:
                 self._values[here(name)].copy = name
         self._makers = dict[Name, Line]()  # of what each visit computes again
         self._lines = self._without_needless(builder.lines)
-        self._ahead = list[int]()  # for each line, the last program before it at its place
-        self._begins = dict[tuple[Hashable, int], int]()  # the first line of each visit, by its place
+        self._begins = dict[int, int]()  # the first line of each visit
+        self._ahead = dict[int, int]()  # and of the visit before it at its place, or the last program before
         self._ins: defaultdict[int, list[tuple[Name, Name]]] = defaultdict(list)  # the copies right before each line
         self._outs: defaultdict[int, list[tuple[Name, Name]]] = defaultdict(list)  # and right behind it
         self._again: defaultdict[int, list[Line]] = defaultdict(list)  # the programs right before it
@@ -156,18 +158,22 @@ class _Visits:
         return name.stage != CALLER and ref.role in self._roles and (ref.role, ref.index) not in self._stays
 
     def _find_visits(self) -> None:
-        stages, visits, programs = dict[Hashable, int](), defaultdict[Hashable, int](int), dict[Hashable, int]()
+        fresh, visits, programs = itertools.count(), dict[Hashable, tuple[int, int]](), dict[Hashable, int]()
         for number, line in enumerate(self._lines):
             place = self._places[line.stage]
-            self._ahead.append(programs.get(place, number))
+            ahead = programs.get(place, number)
             if line.program is not None:
                 programs[place] = number
             for name in self._touched(line):
                 at = self._places[name.stage]
-                visits[at] += stages.get(at) != name.stage
-                stages[at] = name.stage
-                self._begins.setdefault((at, visits[at]), number)
-                self._values[name].touches[number] = visits[at]
+                stage, visit = visits.get(at, (-1, -1))
+                if stage != name.stage:
+                    self._ahead[following := next(fresh)] = self._begins.get(visit, ahead)
+                    self._begins[following] = number
+                    visit = following
+                    if not line.is_send:  # what passes by ends no visit
+                        visits[at] = name.stage, visit
+                self._values[name].touches[number] = visit
 
     def _visited(self, number: int, line: Line) -> Line:
         """The line with the names that its values have in their visits; notes what is copied and computed around it."""
@@ -192,14 +198,9 @@ class _Visits:
     def _bring_in(self, number: int, name: Name, named: Name) -> None:
         value = self._values[name]
         if value.visit != value.touches[number] and name not in self._makers:
-            assert value.copy is not None, f"{name} is read before it is made"
-            self._ins[max(self._early(number, name), value.since + 1)].append((value.copy, named))
-
-    def _early(self, number: int, name: Name) -> int:
-        """Before which line a value is copied in, if it is there, that is read first by a line of a visit."""
-        place, visit = self._places[name.stage], self._values[name].touches[number]
-        begins = self._begins[place, visit]
-        return begins if begins < number else self._begins.get((place, visit - 1), self._ahead[number])
+            visit = value.touches[number]
+            early = self._begins[visit] if self._begins[visit] < number else self._ahead[visit]
+            self._ins[max(early, value.since + 1)].append((cast("Name", value.copy), named))
 
     def _is_wanted(self, number: int, name: Name) -> bool:
         """Whether this line is the last in its visit to touch a value that a later visit, or the caller, wants."""

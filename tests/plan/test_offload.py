@@ -386,7 +386,7 @@ def test_a_device_without_such_memory_is_refused(monkeypatch):
     with pytest.raises(ArgumentError) as error:
         jaxpp.Pipeline(lambda p, b: 0.0, optax.sgd(1.0), num_stages=2, remat=["least", "offload"])
     assert str(error.value).splitlines() == [
-        'remat="offload": each device reaches pinned_host memory, in which residuals wait.',
+        'remat="offload": each device reaches pinned_host memory, in which arrays wait.',
         f"  Got: {bare[0]} with device.",
         '  Fix: pass remat="least" or remat="recompute", or devices that have it, as CPUs and GPUs do.',
     ]

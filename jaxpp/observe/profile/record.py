@@ -40,7 +40,6 @@ from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import check_counts
-from jaxpp.stages.program import Role
 from jaxpp.types import Array, Batch, Device, Key, Leaf, Tree
 
 _WARM_UP = 3  # steps that do not count: the first find the caches of other programs
