@@ -275,6 +275,9 @@ def test_words_that_cannot_wait_are_refused():
         pipeline("gradients")
     with pytest.raises(ArgumentError, match="what waits in host memory is whole"):
         pipeline("params", data_parallel=2, shard="optimizer")
+    bank = jaxpp.Bank({"a": {"w": jnp.ones(2)}}, optax.adam(1e-2))
+    with pytest.raises(ArgumentError, match="the sets of a bank wait in host memory by themselves"):
+        pipeline("params", lambda params, own, batch: tied_loss(params, batch, KEY) * own["w"].sum(), bank=bank)
 
 
 def clock_of(pipe, batch, copy):
