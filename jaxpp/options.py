@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_flags, check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
+from jaxpp.plan.visits import WAITING
 from jaxpp.runtime.edges import HOST_MEMORY
 from jaxpp.runtime.place import (
     AxisMap,
@@ -26,7 +27,7 @@ from jaxpp.runtime.place import (
     place,
     submeshes,
 )
-from jaxpp.runtime.processes.here import is_here
+from jaxpp.runtime.processes.here import is_here, processes_of
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.forward import forward
@@ -36,6 +37,7 @@ from jaxpp.schedule.validate import check_counts, is_count
 from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, RankAxes, axis_names
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.rng_key import positional_key
+from jaxpp.stages.program import Role
 from jaxpp.stages.remat import RematPolicy, offload_of, policies_of
 from jaxpp.targets import compiles_only, device_name
 from jaxpp.types import Batch, Device, LossFn, Tree
@@ -63,6 +65,7 @@ class Options:
     shard: frozenset[str] = frozenset()  # what replicas divide between them: "optimizer", "gradients", "parameters"
     shared: tuple[str, ...] = ()
     trains: tuple[str, ...] | None = None  # the paths of the parameters that a step changes; None: of all
+    host: str | None = None  # what waits in host memory while no device works with it: a word of ``WAITING``
     max_shapes: int = 8
     fuse: bool = False  # whether a forward and the backward right behind it run as one program, where a stage can
     hbm: int | None = None  # bytes of each device, into which a step is to fit; None if nobody asks
@@ -119,6 +122,7 @@ class Options:
             "shard": lambda shard: _shard_of(shard, is_loss=others.get("is_loss", True)),
             "shared": _shared_of,
             "trains": _trains_of,
+            "host": _host_of,
             "fuse": lambda fuse: _fuse_of(fuse, platform),
             "max_shapes": int,
         }
@@ -135,7 +139,10 @@ class Options:
             given |= _idle_devices(made, num_places(devices, mesh, data_parallel, known))
         found = cls(positional_key(loss_fn, 2 + has_state, called), made, places, **given)
         if any(each is not None for each in found.offload):
-            _check_memories(found.devices)
+            _check_memories(found.devices, 'remat="offload"', 'remat="least" or remat="recompute"')
+        if found.host is not None:
+            _check_memories(found.devices, f"host={found.host!r}", "no host=")
+            _check_host(found)
         return found
 
     @cached_property
@@ -147,6 +154,11 @@ class Options:
         """The options of a pipeline of one of the replicas."""
         places = tuple(place.alone(number) for place in self.places)
         return replace(self, places=places, axes=axes_alone(self.axes, places[0]))
+
+    @property
+    def waiting(self) -> frozenset[Role]:
+        """The roles of what is on devices only while it is used."""
+        return frozenset() if self.host is None else WAITING[self.host]
 
     @cached_property
     def compile_only(self) -> bool:
@@ -194,12 +206,29 @@ def _check_functions(loss_fn: object, others: Mapping[str, object]) -> None:
         raise ArgumentError(f"reduce_aux={shown(reduce_aux)}", rule, "a loss without aux (has_aux=False)", fix)
 
 
-def _check_memories(devices: Sequence[Device]) -> None:
+def _check_memories(devices: Sequence[Device], where: str, instead: str) -> None:
     mine = [device for device in dict.fromkeys(devices) if is_here(device) and not compiles_only(device)]  # GPUs reach it
     kinds = {device: [memory.kind for memory in device.addressable_memories()] for device in mine}
     if wrong := [f"{device} with {', '.join(known) or 'none'}" for device, known in kinds.items() if HOST_MEMORY not in known]:
-        fix = 'pass remat="least" or remat="recompute", or devices that have it, as CPUs and GPUs do'
-        raise ArgumentError('remat="offload"', f"each device reaches {HOST_MEMORY} memory, in which residuals wait", wrong, fix)
+        fix = f"pass {instead}, or devices that have it, as CPUs and GPUs do"
+        raise ArgumentError(where, f"each device reaches {HOST_MEMORY} memory, in which arrays wait", wrong, fix)
+
+
+def _host_of(host: object) -> object:
+    if host is not None and host not in WAITING:
+        rule = f"what can wait in host memory is {' or '.join(map(repr, WAITING))}"
+        fix = 'pass host="optimizer", or host="params" for these, their gradients and the optimizer, or leave it out'
+        raise ArgumentError(f"host={shown(host)}", rule, shown(host), fix)
+    return host
+
+
+def _check_host(options: "Options") -> None:
+    """Refuse what cannot wait yet."""
+    where, several = f"host={options.host!r}", len(processes_of(options.devices)) > 1
+    wrong = {"devices of several processes": several, f"shard={sorted(options.shard)}": bool(options.shard)}
+    if got := [what for what, is_there in wrong.items() if is_there]:
+        rule = "what waits in host memory is whole, and beside devices of one process"
+        raise ArgumentError(where, rule, got, "leave host or these out")
 
 
 def _reduction_of(reduction: object) -> object:

@@ -147,6 +147,10 @@ class Pipeline(Forward):
             microbatch right behind its forward there (``"naive"``, ``"1f1b"`` and ``"interleaved"`` do). That program writes no
             residual of the size of the logits, and it rounds in its own way: with the same cuts, schedules that fuse have the same
             bits as one another, and ``"gpipe"``, which cannot, has those of ``fuse=False``. Default: on accelerators, not on CPUs.
+        host: what waits in pinned host memory while no stage works with it: ``"optimizer"``, its state, which visits the device for
+            the update; or ``"params"``, parameters, gradients and the optimizer's state, of which a device then holds those of the
+            stage that works, and the next one's parameters. A rank needs many stages for that, as
+            ``jaxpp.schedule.make("looped-bfs", stages_per_rank=8, ...)`` gives it. Results are the same bit by bit.
 
     Raises:
         MicrobatchWarning: when ``init`` sees a loss that is no mean over the examples, with what to pass so that it is exact.
@@ -204,6 +208,7 @@ class Pipeline(Forward):
         max_shapes: int = 8,
         hbm: float | str | None = None,
         fuse: bool | None = None,
+        host: str | None = None,
     ):
         hbm = None if hbm is None else parse_bytes(hbm)
         given = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
@@ -216,6 +221,12 @@ class Pipeline(Forward):
         options = Options.of(loss_fn, **given)
         if bank is not None:
             check_scaling(options)
+        if bank is not None and options.host is not None:
+            rule, fix = (
+                "the sets of a bank wait in host memory by themselves, and the state beside them does not",
+                "leave host or bank out",
+            )
+            raise ArgumentError(f"host={host!r}", rule, "both", fix)
         if bank is not None and options.trains is not None:
             rule, fix = "a step with a bank trains Theta and the set of its task", "leave trains or bank out"
             raise ArgumentError(f"trains={trains!r}", rule, "both", fix)

@@ -24,10 +24,11 @@ from jaxpp.plan.builder import CALLER, Builder, Name
 from jaxpp.plan.lower import INIT_KEY, add_gradients, add_wait, add_zero_gradients, forward_actions, lower, lower_init
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Leaves, Step, state_name, total_name
+from jaxpp.plan.visits import early, here, with_visits
 from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import NanCheck, flags
-from jaxpp.runtime.edges import at_replica, put, put_at, split_over_replicas, to_homes, unaliased
+from jaxpp.runtime.edges import at_replica, put, put_at, split_over_replicas, to_device, to_homes, unaliased
 from jaxpp.runtime.execute import Observer, execute, limit_of
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.place import Placement
@@ -172,6 +173,14 @@ class Engine:
         """Copies of the leaves of a state, each on its owner."""
         return leaves.fill([put(leaf, home) for leaf, home in zip(leaves.flat(), self.placed.homes.flat(), strict=True)])
 
+    def on_devices(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """The leaves of a state, of which what waits in host memory is copied to the devices of its stage."""
+        if not self.options.waiting:
+            return leaves
+        pairs = zip(leaves, self.placed.names_on_devices, strict=True)
+        homes = [[self.placement[name.stage].home(name.ref) for name in group[: len(given)]] for given, group in pairs]
+        return leaves.fill(to_device(leaves.flat(), [home for group in homes for home in group]))
+
     def apart(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The leaves of a state after a step, with copies of those that are the arrays of the state before it."""
         flat, homes, kept = leaves.flat(), self.placed.homes.flat(), self.update.kept
@@ -191,20 +200,29 @@ class Engine:
 
     def make_params(self, graph: Graph, key: Key, wanted: Leaves[Name]) -> Leaves[Array]:
         """Make the leaves that the traced init returns, which are called ``wanted``, each on its owner."""
-        names = wanted.flat()
-        return wanted.fill(self._run_once(lower_init(graph, [INIT_KEY], names), [INIT_KEY], names, [key]))
+        builder = lower_init(graph, [INIT_KEY], list(map(here, wanted.flat())))
+        return wanted.fill(self._run_once(builder, [INIT_KEY], wanted.flat(), [key]))
 
     def make_opt_state(self, params: Sequence[Array]) -> list[Array]:
         """Make the optimizer state of all parameters, shared and own, each leaf on its owner."""
         given, made = self.placed.names.all_params, self.placed.names.all_opt
-        return self._run_once(lower_init(self.update.init_graph, given, made, "init_optimizer"), given, made, params)
+        builder = lower_init(self.update.init_graph, list(map(here, given)), list(map(here, made)), "init_optimizer")
+        return self._run_once(builder, given, made, params)
 
     def _run_once(
         self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name], arguments: Sequence[Array]
     ) -> list[Array]:
+        builder, outputs = self._visited(builder, inputs, list(map(here, outputs)))
         bound, leaves = bind_lines(builder, self.placement), self.placed.shapes_by_role
         plan, _ = compile_plan(bound, self.programs, self.preparer.groups, inputs, outputs, leaves=leaves)
         return execute(plan, arguments)
+
+    def _visited(self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name]) -> tuple[Builder, list[Name]]:
+        """The lines with copies of what waits in host memory, and what the outputs are then called."""
+        if not self.options.waiting:
+            return builder, list(outputs)
+        made, copies = with_visits(builder, self.placement.places, self.options.waiting, self.placed.numbers, inputs, outputs)
+        return made, [copies.get(name, name) for name in outputs]
 
     def make_loss_scale(self) -> list[Array]:
         """Make the loss scale, on its owner."""
@@ -291,12 +309,13 @@ class Engine:
         schedule, fused = self.options.schedule, train and self.options.fuse and not any(flags())
         if kept is None or (train, fused) not in kept.steps:
             step = self.preparer.step(batch, key, loss_fn=loss_fn, train=train)
-            actions = schedule.order if train else forward_actions(schedule.num_stages, len(step.sizes))
+            forwards = forward_actions(schedule.num_stages, len(step.sizes), visits=step.visits)
+            actions = schedule.order if train else forwards
             pairs = schedule.pairs if fused else {}
             made = step, lower(step, actions, offloaded=self.options.offloaded if train else (), pairs=pairs)
             kept = self._keep(shape, lambda kept: kept.steps.update({(train, fused): made}))
         step, lines = kept.steps[train, fused]
-        builder, names = lines.copy(), self.placed.names
+        builder, names = lines.copy(), self.placed.names_on_devices
         loss = total_name(step.loss_stage, Role.LOSS) if self.options.is_loss else None
         found: Outcome[Name] = Outcome(loss, aux_names(step))
         states = [
@@ -313,15 +332,19 @@ class Engine:
             found = found._replace(model_state=states)
         if jax.process_count() > 1:
             found = with_reports(found, partial(add_reports, builder, self.placement))
-        inputs = _read_by(purpose, names).flat()
+        inputs = _read_by(purpose, self.placed.names).flat()
         inputs += step.given
         inputs += [] if key is None else [Name(CALLER, Ref(Role.KEY))]
-        return LoweredStep(bind_lines(builder, self.placement), step, inputs, found)
+        if step.visits:
+            builder.lines = early(builder.lines)
+        flat, tree = jax.tree.flatten(found, is_leaf=lambda value: isinstance(value, Name))
+        builder, flat = self._visited(builder, inputs, flat)
+        return LoweredStep(bind_lines(builder, self.placement), step, inputs, tree.unflatten(flat))
 
     def _add_update(
         self, builder: Builder, step: Step, found: Outcome[Name], states: Sequence[Name], *, donate: bool
     ) -> Outcome[Name]:
-        update, names, packed = self.update, self.placed.names, step.packed_sums
+        update, names, packed = self.update, self.placed.names_on_devices, step.packed_sums
         add_zero_gradients(builder, step, [leaf for leaf in range(len(self.owner)) if leaf not in self.layout.frozen])
         if step.calls_host:
             leaves = [total_name(self.owner[leaf], Role.GRAD, leaf) for leaf in step.trained if leaf not in packed]

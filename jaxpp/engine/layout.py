@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Constant, Name
 from jaxpp.plan.microbatch_weights import given_weights, weigh
 from jaxpp.plan.step import Leaves, Step, given_names, param_name, state_name
+from jaxpp.plan.visits import waiting
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
 from jaxpp.runtime.place import Placement, undivided_warning
@@ -432,6 +434,7 @@ class Placed:
     known: Mapping[str, Any]  # how parameters and optimizer leaves are sharded there, and which of them each replica has of its own
     update: Update | None  # the optimizer, placed
     scales: tuple[Aval, ...]  # the shape of each leaf of the loss scale
+    waiting: frozenset[Role] = frozenset()  # the roles of what waits in host memory between steps
 
     @cached_property
     def placement(self) -> Placement:
@@ -440,7 +443,20 @@ class Placed:
 
     @cached_property
     def names(self) -> Leaves[Name]:
-        """What each leaf of a state is called."""
+        """What each leaf of a state is called where it is between steps."""
+        there, stays = self.names_on_devices, self.numbers
+        waits = (n.ref.role in self.waiting and (n.ref.role, n.ref.index) not in stays for n in there.flat())
+        return there.fill([waiting(name) if one else name for name, one in zip(there.flat(), waits, strict=True)])
+
+    @cached_property
+    def numbers(self) -> frozenset[tuple[Role, int]]:
+        """The leaves that are single numbers, by role and index: these are always on devices."""
+        pairs = zip(self.names_on_devices.flat(), self.shapes.flat(), strict=True)
+        return frozenset((name.ref.role, name.ref.index) for name, aval in pairs if math.prod(aval.shape) <= 1)
+
+    @cached_property
+    def names_on_devices(self) -> Leaves[Name]:
+        """What each leaf of a state is called on the devices of its stage."""
         layout, update = self.layout, self.update
         params = [param_name(stage, leaf, shared=leaf in layout.divided) for leaf, stage in enumerate(layout.owner)]
         opts = [opt_name(stage, leaf) for leaf, stage in enumerate(update.opt_owner)] if update else []
@@ -455,7 +471,7 @@ class Placed:
         """The shape of each leaf of a state."""
         opts = [] if self.update is None else [atom.aval for atom in self.update.init_graph.outputs]
         flat = [*jax.tree.leaves(self.layout.params), *opts, *self.layout.state_shapes, *self.scales]
-        return self.names.fill(flat)
+        return self.names_on_devices.fill(flat)
 
     @cached_property
     def shapes_by_role(self) -> Mapping[tuple[Role, int], Aval]:
@@ -475,7 +491,7 @@ def place_leaves(options: Options, optimizer: optax.GradientTransformation | Non
     own = {(role, layout.num_shared + k) for k in range(layout.num_own) for role in (Role.PARAM, Role.GRAD)}
     known: dict[str, Any] = {"specs": layout.specs, "parts": layout.parts, "own": frozenset(own if replicated else ())}
     if optimizer is None:
-        return Placed(layout, options.placement, known, None, scales)
+        return Placed(layout, options.placement, known, None, scales, options.waiting)
     (loss,) = shapes_of(first.loss.graph.outputs[:1])
     states = list(zip(layout.state_owner, layout.state_shapes, strict=True)) if options.loss_scale else ()
     kept = {len(layout.owner) + leaf for leaf in kept_leaves(optimizer, params, layout.untrained)} | layout.untrained
@@ -487,7 +503,7 @@ def place_leaves(options: Options, optimizer: optax.GradientTransformation | Non
         leaves = [len(jax.tree.leaves(part)) for part in opt_state]
         own |= {(Role.OPT, leaves[0] + k) for k in range(leaves[1])}
     known |= {"opt_specs": specs, "own": frozenset(own if replicated else ())}
-    return Placed(layout, options.placement, known, update, scales)
+    return Placed(layout, options.placement, known, update, scales, options.waiting)
 
 
 class Preparer:
@@ -631,4 +647,5 @@ class Preparer:
             known=self._known_programs,
             constants=self._known_constants,
             weights=weights,
+            visits=Role.GRAD in options.waiting,
         )

@@ -323,7 +323,7 @@ def _ring(request: Request, leaves: Leaves[Array], engine: Engine, num_kept: int
     """The ring of one replica, which ``engine`` is for."""
     held = leaves if engine is request.engine else engine.at_replica(leaves)
     request = request._replace(engine=engine)
-    return Ring(*passes_of(request, Lasting(held)), request, num_kept)
+    return Ring(*passes_of(request, Lasting(engine.on_devices(held))), request, num_kept)
 
 
 def check_asked(where: str, engine: Engine, fn: ForwardFn, carry: Tree, counts: Mapping[str, int | None], *, shapes: bool) -> None:

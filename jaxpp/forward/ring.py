@@ -74,7 +74,7 @@ class Lasting:
 
     def values(self, engine: Engine, builder: Builder, wanted: Sequence[Name]) -> list[Leaf]:
         """The values of these names; the builder's lines make those that no pass has made yet, under this name or another."""
-        params = engine.placed.names.all_params
+        params = engine.placed.names_on_devices.all_params
         keys: dict[Name, Hashable] = {name: name for name in params}
         for line in builder.lines:
             does = object() if line.program is None or line.program.does is None else line.program.does
@@ -136,13 +136,13 @@ class Passes:
         engine, lasting = self.engine, Builder()
         step = engine.preparer.step(batch, None, train=False)
         builder = lower(step, forward_actions(step.num_stages, 1), lasting)
-        carry = list(engine.placed.names.model_state)
+        carry = list(engine.placed.names_on_devices.model_state)
         outputs = (*aux_names(step), *(state_name(name.stage, leaf, 1) for leaf, name in enumerate(carry)))
         builder.lines[:] = _in_place(builder.lines, set(carry), set(outputs))
         made = {name for line in lasting.lines for name in line.outputs}
         wanted = [name for name in dict.fromkeys(name for line in builder.lines for name in line.inputs) if name in made]
         values = self._lasting.values(engine, lasting, wanted)
-        inputs = (*engine.placed.names.all_params, *wanted, *carry, *step.given)
+        inputs = (*engine.placed.names_on_devices.all_params, *wanted, *carry, *step.given)
         what = f"for a pass of {', '.join(str(tuple(leaf.shape)) for leaf in jax.tree.leaves(batch))}"
         bound = bind_lines(builder, engine.placement)
         plan, bound = _compile(engine, bound, inputs, outputs, dict(zip(wanted, values, strict=True)), what)

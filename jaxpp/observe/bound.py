@@ -29,7 +29,6 @@ from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.draw.canvas import Figure
 from jaxpp.schedule.simulate import Simulation, simulate
-from jaxpp.stages.program import Role
 from jaxpp.targets import Target, target_of
 from jaxpp.types import Batch, Key
 
@@ -247,7 +246,7 @@ def _with_copies(costs: StepCosts, lines: Sequence[BoundLine], alone: Sequence[f
     """The costs with the copies of residuals to host memory, of one microbatch each, and what it takes to hand one over."""
     taken = [0.0] * len(costs.offload)
     for line, seconds in zip(lines, alone, strict=True):
-        if line.copies is not None and any(name.ref.role == Role.OFFLOADED for name in line.outputs):
+        if line.copies is not None and line.action is not None and any(name.ref.waits for name in line.outputs):
             taken[line.stage] = max(taken[line.stage], seconds)
     handed = tuple(_SEND * (seconds > 0) for seconds in taken)
     return dataclasses.replace(costs, offload=tuple(taken), offload_dispatch=handed)

@@ -144,9 +144,9 @@ def last_uses(lines: Sequence[Line]) -> Mapping[Name, int]:
 
 
 def leave_out_needless(lines: Sequence[_Line]) -> tuple[list[_Line], dict[Name, Name]]:
-    """Lines without copies that free nothing, as another stage there reads the value later; and the values for their names."""
+    """Lines without copies of residuals that free nothing, as a stage there reads them later; and the values for their names."""
     last = last_uses(lines)
-    leaving = [(number, line) for number, line in enumerate(lines) if line.call == MemoryCopy.TO_HOST]
+    leaving = [(number, line) for number, line in enumerate(lines) if line.call == MemoryCopy.TO_HOST and line.action]
     readers = Counter(name for _, line in leaving for name in line.inputs)
     stays: dict[Name, Name] = {}
     for number, line in leaving:

@@ -40,9 +40,13 @@ from jaxpp.types import Array, Aval, Key, Tree
 INIT_KEY = Name(CALLER, Ref(Role.KEY, shared=True))  # that parameters are made from
 
 
-def forward_actions(num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
-    """The order without backwards, each stage as on a rank of its own: microbatch i reaches stage s in slot i + s."""
-    return forward(num_stages, num_microbatches).order
+def forward_actions(num_stages: int, num_microbatches: int, *, visits: bool = False) -> tuple[Action, ...]:
+    """The order without backwards, each stage as on a rank of its own: microbatch i reaches stage s in slot i + s.
+
+    Where parameters are on devices only while a stage works, each stage runs all microbatches at a time.
+    """
+    order = forward(num_stages, num_microbatches).order
+    return tuple(sorted(order)) if visits else order
 
 
 def lower(
@@ -60,6 +64,7 @@ def lower(
     step is on its owners, under the names that a further microbatch would read.
     """
     builder = Builder()
+    lasting = builder if lasting is None and step.visits else lasting
     _feed(builder, lasting or builder, step)
     chosen, zeros = step.choose(actions, pairs)
     for stage in sorted(range(step.num_stages), key=lambda s: s != step.loss_stage):
@@ -260,8 +265,8 @@ class _Offloading:
 
     def take_out(self, action: Action) -> None:
         if action in self._leave and (names := self._moving(action)):
-            waiting = [name._replace(ref=Ref(Role.OFFLOADED, k, shared=name.ref.shared)) for k, name in enumerate(names)]
-            back = [name._replace(ref=replace(name.ref, role=Role.FETCHED)) for name in waiting]
+            back = [name._replace(ref=Ref(Role.FETCHED, k, shared=name.ref.shared)) for k, name in enumerate(names)]
+            waiting = [name._replace(ref=replace(name.ref, waits=True)) for name in back]
             self._names[action] = names, waiting, back
             self._builder.call(f"offload {action}", MemoryCopy.TO_HOST, action.stage, names, waiting, action)
 

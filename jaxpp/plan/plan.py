@@ -29,7 +29,7 @@ class About(NamedTuple):
     sends: bool
     program: str  # what the program that runs is called in a trace; empty for sends
     watch: int  # in a watched plan, a slot that it writes and whose value nobody donates, so that it can be asked for; else -1
-    copies: MemoryCopy | None = None  # where to it copies residuals, if it copies any
+    copies: MemoryCopy | None = None  # where to it copies values, if it copies any
     fused: FusedAction | None = None  # what it runs besides its action
 
 

@@ -103,6 +103,7 @@ class Step:
     implementation: str | None  # of the key, if it was typed
     weights: Weights | None  # of the microbatches, computed from batch leaves; None when sizes decide
     summed: bool  # whether the loss of the step is the sum over microbatches, not their mean
+    visits: bool  # whether parameters and gradients are on devices only while a stage works
     known: MutableMapping[Hashable, Program]  # those that are the same for batches of all sizes, by what they do
     constants: MutableMapping[int, Constant]  # what the loss closed over, at any size, by ``id``
 
@@ -247,11 +248,11 @@ class Step:
         Of ``pairs``, a forward and the backward right behind it, those become one program that their stage can run as one.
 
         A stage with small gradients adds those of every microbatch to zeros, so that each backward is compiled once. A stage with
-        large gradients, which take longer to zero and to read again, has two: the first microbatch's makes the sums. Where replicas
-        sum a part each, every microbatch's makes gradients of its own.
+        large gradients, which take longer to zero and to read again, or with gradients that visit, has two: the first microbatch's
+        makes the sums. Where replicas sum a part each, every microbatch's makes gradients of its own.
         """
         sums = [self.accumulators(stage) for stage in range(self.num_stages)]
-        small = [sum(map(count_bytes, own.values())) <= ZEROED for own in sums]
+        small = [sum(map(count_bytes, own.values())) <= ZEROED and not self.visits for own in sums]
         begun, late = [set[Ref]() for _ in sums], [set(own) for own in sums]
         chosen: dict[Action, tuple[Program, FusedAction | None]] = {}
         done = set[Action]()

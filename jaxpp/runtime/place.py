@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.checks import check_devices
 from jaxpp.runtime.processes.here import processes_of
+from jaxpp.runtime.send import HOST_MEMORY
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import check_counts, is_count
 from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, PIPE, RankAxes, axis_names
@@ -81,7 +82,8 @@ class Place(abc.ABC):
 
     def home(self, ref: Ref) -> Home:
         """Where ``jax.device_put`` brings a value that is to be here."""
-        return self.sharding(ref)
+        sharding = self.sharding(ref)
+        return sharding.with_memory_kind(HOST_MEMORY) if ref.waits else sharding
 
     def is_free(self, ref: Ref) -> bool:
         """Whether the compiler decides how a value is sharded."""
@@ -156,9 +158,9 @@ class OneDevice(Place):
         """On the device, as every value."""
         return SingleDeviceSharding(self.device)
 
-    def home(self, ref: Ref) -> Device:  # noqa: ARG002
+    def home(self, ref: Ref) -> Home:
         """The device itself, which ``jax.device_put`` takes quicker than a sharding."""
-        return self.device
+        return super().home(ref) if ref.waits else self.device
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
 from jaxpp.types import Aval, DType
 
-# What a value is to the stage that holds it. ``OFFLOADED``: its copy in host memory; ``FETCHED``: back from there.
+# What a value is to the stage that holds it. ``FETCHED``: a residual that waits in host memory, or is back from there.
 Role = enum.StrEnum(
     "Role",
-    "PARAM CONSTANT STATIC BATCH KEY SCALE ACTIVATION RESIDUAL OFFLOADED FETCHED COTANGENT GRAD LOSS AUX ROWS OPT STATE "
+    "PARAM CONSTANT STATIC BATCH KEY SCALE ACTIVATION RESIDUAL FETCHED COTANGENT GRAD LOSS AUX ROWS OPT STATE "
     "LOSS_SCALE REPLICA VALUE",
 )
-PER_MICROBATCH = frozenset(map(Role, "batch key scale activation residual offloaded fetched cotangent rows state".split()))
+PER_MICROBATCH = frozenset(map(Role, "batch key scale activation residual fetched cotangent rows state".split()))
 ACCUMULATED = frozenset({Role.GRAD, Role.LOSS, Role.AUX})
 SHARED = frozenset({Role.PARAM, Role.OPT, Role.CONSTANT, Role.LOSS_SCALE})  # the same on all replicas of a stage
 
@@ -37,13 +37,15 @@ class Ref:
     """The name of a value inside one stage: its role, its number, and for a cotangent the stage it comes from.
 
     ``shared``: what the replicas of a stage have together, though each has its own of the role (a summed gradient; a batch leaf
-    that all microbatches read whole), or a whole one: a parameter as they hold it between steps, each a part.
+    that all microbatches read whole), or a whole one: a parameter as they hold it between steps, each a part. ``waits``: it is in
+    the host memory beside the devices of its stage.
     """
 
     role: Role
     index: int = 0
     peer: int = -1
     shared: bool = False
+    waits: bool = False
 
     @property
     def per_replica(self) -> bool:

@@ -280,7 +280,7 @@ def test_what_another_stage_on_the_device_still_reads_does_not_move():
 def test_a_value_that_is_read_later_under_its_own_name_stays():
     builder = Builder()
     own, read = (Name(0, Ref(Role.RESIDUAL, k), 0) for k in (0, 1))
-    out, back = ([Name(0, Ref(role, k), 0) for k in (0, 1)] for role in (Role.OFFLOADED, Role.FETCHED))
+    out, back = ([Name(0, Ref(Role.FETCHED, k, waits=waits), 0) for k in (0, 1)] for waits in (True, False))
     action = Action(0, Kind.F, 0)
     builder.call("offload 0F0", MemoryCopy.TO_HOST, 0, [own, read], out, action)
     builder.send("to another", read, Name(1, Ref(Role.ACTIVATION), 0))
@@ -386,7 +386,7 @@ def test_a_device_without_such_memory_is_refused(monkeypatch):
     with pytest.raises(ArgumentError) as error:
         jaxpp.Pipeline(lambda p, b: 0.0, optax.sgd(1.0), num_stages=2, remat=["least", "offload"])
     assert str(error.value).splitlines() == [
-        'remat="offload": each device reaches pinned_host memory, in which residuals wait.',
+        'remat="offload": each device reaches pinned_host memory, in which arrays wait.',
         f"  Got: {bare[0]} with device.",
         '  Fix: pass remat="least" or remat="recompute", or devices that have it, as CPUs and GPUs do.',
     ]

@@ -135,7 +135,7 @@ class Forecast:
 
     @property
     def hosted(self) -> dict[Device, int]:
-        """Bytes of residuals that wait in host memory beside each device, at most; they are not among its ``peaks``."""
+        """Bytes that wait in host memory beside each device, at most; they are not among its ``peaks``."""
         return {device: self.liveness.most_hosted(device) for device in self.liveness.devices}
 
     @property
@@ -170,7 +170,9 @@ class Forecast:
             lines.append("peak: " + ", ".join(f"{device_name(device)} {_size(peak)}" for device, peak in self.peaks.items()))
         if any(self.hosted.values()):
             beside = ", ".join(f"{_size(size)} beside {device_name(device)}" for device, size in self.hosted.items() if size)
-            lines.append(f"in host memory, at most: residuals of {beside}")
+            kinds = {life.kind for life in self.liveness.hosted}
+            what = ", ".join(kind for kind in MEMORY_KINDS if kind in kinds)
+            lines.append(f"in host memory, at most: {what} of {beside}")
         if self.liveness.unknown:
             where, few = ", ".join(map(device_name, self.liveness.unknown)), "this process has fewer devices than a rank there"
             lines.append(f"temporaries of {where} are not known here and not counted: {few}")

@@ -74,7 +74,7 @@ class Liveness:
     lives: tuple[Life, ...]
     temporaries: tuple[int, ...] = ()  # bytes that each line's program needs besides its arguments and results, if compiled
     unknown: tuple[Device, ...] = ()  # devices of other processes whose temporaries are not known, and count as 0
-    hosted: tuple[Life, ...] = ()  # residuals that wait in the host memory beside their device
+    hosted: tuple[Life, ...] = ()  # what waits in the host memory beside its device
 
     @cached_property
     def levels(self) -> Mapping[Device, Int[np.ndarray, "moments kinds"]]:
@@ -112,7 +112,7 @@ class Liveness:
         return held + [self.temporary(device, moment) for moment in range(len(held))]
 
     def most_hosted(self, device: Device) -> int:
-        """The most bytes of residuals that wait at once in host memory beside a device."""
+        """The most bytes that wait at once in host memory beside a device."""
         return dataclasses.replace(self, lives=self.hosted, temporaries=()).most(device)
 
     def alive(self, device: Device, moment: int) -> list[Life]:
@@ -216,7 +216,7 @@ def line_liveness(
     for name, begin in begins.items():
         until, device = ends.get(name, last.get(name, -1) + 1), places[name.stage].shown
         life = Life(name, device, sizes[name], memory_kind(name), begin, until, name in donated)
-        if name.ref.role == Role.OFFLOADED:
+        if name.ref.waits:
             hosted.append(life)
             continue
         forward = actions.get(Action(name.stage, Kind.F, name.microbatch), end)

@@ -140,7 +140,7 @@ class Profile(Drawn):
 
     @cached_property
     def copies(self) -> tuple[Span, ...]:
-        """The copies of residuals to host memory, and back."""
+        """The copies to host memory, and back: of residuals, or of what else waits there."""
         return tuple(span for span in self.shown if span.copies)
 
     @cached_property
@@ -349,7 +349,7 @@ class Profile(Drawn):
             clocks = f"{self.num_processes} processes, whose clocks are aligned to within {within}"
             lines.append(f"{clocks}: when something happened in two of them can be compared no better")
         if self.copies:
-            what = f"{len(self.copies)} copies of residuals to host memory or back"
+            what = f"{len(self.copies)} copies to host memory or back"
             took = f"at least one was under way for {_milli(covered(self.copies))} ms"
             lines.append(f"{what}; {took}; waiting for them counts as waiting for transfers")
         slow, num_stages, times = [], self.schedule.num_stages, self.measured.durations

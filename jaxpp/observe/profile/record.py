@@ -40,7 +40,6 @@ from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import check_counts
-from jaxpp.stages.program import Role
 from jaxpp.types import Array, Batch, Device, Key, Leaf, Tree
 
 _WARM_UP = 3  # steps that do not count: the first find the caches of other programs
@@ -162,7 +161,7 @@ class Company:
             each = json.loads(text)
             for number, device, *rest in each["lives"]:
                 name = self._names[number]
-                (hosted if name.ref.role == Role.OFFLOADED else lives).append(Life(name, devices[device], *rest))
+                (hosted if name.ref.waits else lives).append(Life(name, devices[device], *rest))
             for when, moment, device, kinds, *rest in each["samples"]:
                 samples.append(Sample(when, moment, devices[device], tuple(kinds), *rest))
             stats |= {devices[device]: found for device, found in each["stats"]}

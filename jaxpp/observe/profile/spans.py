@@ -32,7 +32,7 @@ class Span(NamedTuple):
     begun: float  # when the host began to hand it over
     handed: float  # when the host went on
     process: int = 0  # whose host that is
-    copies: bool = False  # whether it copies residuals to host memory, or back
+    copies: bool = False  # whether it copies values to host memory, or back
 
 
 class Stamp(NamedTuple):

@@ -1,0 +1,335 @@
+"""``host=``: parameters and the optimizer wait in host memory, and nothing else is different, bit by bit."""
+
+import gc
+from collections import Counter, defaultdict
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+
+import jaxpp
+from jaxpp.errors import ArgumentError
+from jaxpp.observe.memory.ledger import live_bytes
+from jaxpp.observe.memory.liveness import step_liveness
+from jaxpp.observe.profile.spans import isolated_spans
+from jaxpp.plan.builder import Builder, MemoryCopy, Name
+from jaxpp.plan.visits import early
+from jaxpp.schedule.action import Action, Kind
+from jaxpp.stages.program import Ref, Role
+from tests.random_models import random_model
+
+HOST = "pinned_host"
+WIDTH = 16
+BATCH = jnp.asarray(np.random.default_rng(1).normal(size=(16, WIDTH)), jnp.float32)
+KEY = jax.random.key(3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+
+
+def dense_init(key, depth=8, width=WIDTH):
+    layers = [{"w": jax.random.normal(each, (width, width)) / 4, "b": jnp.zeros(width)} for each in jax.random.split(key, depth)]
+    return {"tied": jax.random.normal(key, (width, width)) / 4, "layers": layers}
+
+
+def stacked_init(key):
+    return {"tied": jax.random.normal(key, (WIDTH, WIDTH)) / 4, "layers": {"w": jax.random.normal(key, (8, WIDTH, WIDTH)) / 4}}
+
+
+def tied_loss(params, batch, key):
+    x = batch @ params["tied"]
+    for k, layer in enumerate(params["layers"]):
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+        x *= jax.random.bernoulli(jax.random.fold_in(key, k), 0.8, x.shape)
+    return jnp.mean((x @ params["tied"].T - batch) ** 2)
+
+
+def cast_loss(params, batch, key):
+    x, _ = jax.lax.scan(
+        lambda x, w: (jnp.tanh(x @ w["w"].astype(jnp.bfloat16)), None), batch.astype(jnp.bfloat16), params["layers"]
+    )
+    return jnp.mean((x @ params["tied"].astype(jnp.bfloat16) - batch) ** 2)
+
+
+def counting_loss(params, model_state, batch, key):
+    new = {"mean": 0.9 * model_state["mean"] + 0.1 * (batch @ params["tied"]).mean(0)}
+    return tied_loss(params, batch, key), (new, {})
+
+
+def schedule(name, ranks=2, per_rank=4, microbatches=4):
+    options = {"stages_per_rank": per_rank} if name in ("looped-bfs", "interleaved") else {}
+    return jaxpp.schedule.make(name, num_ranks=ranks, num_microbatches=microbatches, **options)
+
+
+def pipeline(host, loss=tied_loss, optimizer=None, order=None, microbatches=4, **options):
+    order = schedule("looped-bfs") if order is None else order
+    optimizer = optax.adam(1e-2) if optimizer is None else optimizer
+    sizes = {"num_stages": order.num_stages, "num_microbatches": microbatches}
+    return jaxpp.Pipeline(loss, optimizer, schedule=order, host=host, **sizes, **options)
+
+
+def trained(host, init=dense_init, steps=2, donate=True, **options):
+    pipe = pipeline(host, **options)
+    state = pipe.init(init, jax.random.key(0), BATCH)
+    for _ in range(steps):
+        state, metrics = pipe.step(state, BATCH, KEY, donate=donate)
+    return pipe, state, metrics
+
+
+def kinds(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.size > 1}
+
+
+def held(state):
+    """The parameters and the optimizer's state as a pipeline holds them."""
+    return state.held[:2]
+
+
+def same(left, right):
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+SMALL = {
+    "in a loop over stages": {},
+    "a clipped norm": {"optimizer": CLIPPED},
+    "casts of a loop that is cut": {"init": stacked_init, "loss": cast_loss, "order": schedule("looped-bfs", per_rank=2)},
+}
+MANY = {
+    "1f1b": {"order": schedule("1f1b")},
+    "zb-v": {"order": schedule("zb-v")},
+    "interleaved": {"order": schedule("interleaved", per_rank=2)},
+    "a clipped norm in a V": {"order": schedule("zb-v"), "optimizer": CLIPPED},
+    "residuals too": {"remat": "offload"},
+    "repeated forwards": {"remat": "recompute"},
+    "replicas": {"data_parallel": 2},
+    "states that are not donated": {"donate": False},
+    "a scaled loss": {"loss_scale": DynamicScale()},
+    "one device": {"devices": jax.devices()[:1]},
+    "frozen": {
+        "optimizer": optax.masked(optax.adam(1e-2), {"tied": True, "layers": [{"w": k % 2 == 0, "b": True} for k in range(8)]})
+    },
+    "momentum of nothing": {"optimizer": optax.sgd(0.1)},
+    "a mesh": {"mesh": ((2, 2, 2), ("pipe", "data", "model")), "shardings": {"*/w": "column"}},
+    "half trained": {
+        "optimizer": optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(1e-2)}, {"tied": "a", "layers": "b"}),
+        "trains": "tied",
+    },
+}
+
+
+@pytest.mark.parametrize("host", ["optimizer", "params"])
+@pytest.mark.parametrize("case", [*SMALL, *(pytest.param(name, marks=pytest.mark.long) for name in MANY)])
+def test_a_step_has_the_bits_of_one_whose_state_is_on_devices(case, host):
+    options = dict((SMALL | MANY)[case])
+    if "mesh" in options:
+        options["mesh"] = jax.make_mesh(*options["mesh"])
+    pipe, state, metrics = trained(host, **options)
+    _, plain, plainly = trained(None, **options)
+    same((state, metrics.loss, metrics.grad_norm), (plain, plainly.loss, plainly.grad_norm))
+    params, opt_state = held(state)
+    assert kinds(opt_state) <= {HOST}
+    assert kinds(params) == ({HOST} if host == "params" else kinds(held(plain)[0])) != set()
+    same(pipe.evaluate(state, BATCH, KEY).loss, pipe.evaluate(plain, BATCH, KEY).loss)
+
+
+def test_model_state_stays_on_devices_and_passes_on():
+    init = lambda key: (dense_init(key), {"mean": jnp.zeros(WIDTH)})  # noqa: E731
+    found, plain = (trained(host, init=init, loss=counting_loss, has_state=True)[1] for host in ("params", None))
+    same(found, plain)
+    assert kinds(found.model_state) == kinds(plain.model_state) != {HOST}
+
+
+def copies_of(pipe, state):
+    """The roles and numbers of what the lines of a step copy in and out, once a copy."""
+    moved = defaultdict(Counter)
+    for line in pipe._setup.engine.lower("update", BATCH, KEY).bound.lines:
+        if line.copies:
+            names = line.outputs if line.copies == MemoryCopy.TO_DEVICE else line.inputs
+            moved[line.copies].update((name.stage, name.ref.role, name.ref.index) for name in names)
+    return moved[MemoryCopy.TO_DEVICE], moved[MemoryCopy.TO_HOST]
+
+
+def test_nothing_is_copied_in_that_is_there_and_gradients_do_not_wait_for_the_update():
+    pipe, state, _ = trained("params")
+    brought, taken = copies_of(pipe, state)
+    owner, stages = pipe._setup.engine.owner, pipe.schedule.num_stages
+    leaves = {role: {k for _, found, k in (*brought, *taken) if found == role} for role in Role}
+    assert leaves[Role.GRAD] == {len(owner) - 1}, "but for the tied one"
+    last = {stages - 1, stages - 2}  # of each rank: it goes forward and back in one visit
+    for (stage, role, leaf), count in brought.items():
+        visits = 1 if role == Role.OPT or stage in last else 2
+        assert count <= visits, (stage, role, leaf)
+    params = range(len(owner))
+    assert all(taken[owner[leaf], Role.PARAM, leaf] == 1 for leaf in params)
+    opts = [key for key in brought if key[1] == Role.OPT]
+    assert len(opts) == 2 * len(owner)
+    assert all(brought[key] == taken[key] == 1 for key in opts)
+
+
+def test_a_norm_over_all_stages_makes_gradients_wait_and_come_back_once():
+    brought, taken = copies_of(*trained("params", optimizer=CLIPPED)[:2])
+    waited = {key: count for key, count in taken.items() if key[1] == Role.GRAD}
+    assert {stage for stage, _, _ in waited} >= set(range(2, 8)), "the last of a rank need not"
+    assert all(brought[key] == count == 1 for key, count in waited.items() if key[2] < 0)
+
+
+def budget_of(host, depth=32, width=64):
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    order = schedule("looped-bfs", ranks=1, per_rank=depth, microbatches=2)
+    options = {"loss": loss, "order": order, "microbatches": 2, "devices": jax.devices()[:1], "remat": "recompute"}
+    pipe = pipeline(host, **options)
+    x = jnp.ones((4, width), jnp.float32)
+    state = pipe.init(lambda key: list(jax.random.normal(key, (depth, width, width)) / 8), jax.random.key(0), x)
+    return pipe, state, x
+
+
+def test_a_state_of_eight_times_the_devices_memory_trains_and_every_moment_is_as_forecast():
+    pipe, state, x = budget_of("params")
+    engine, device = pipe._setup.engine, jax.devices()[0]
+    lowered = engine.plan("update", x, None)[1]
+    liveness, (level,) = step_liveness(engine, lowered), step_liveness(engine, lowered).levels.values()
+    pipe.step(state, x, donate=False)  # so that constants are there
+    gc.collect()
+    before, moments = live_bytes(device), []
+
+    def observe(instruction, slots):
+        jax.block_until_ready([slots[k] for k in instruction.outputs])
+        moments.append(live_bytes(device) - before)
+
+    engine.run("update", engine.leaves(state), x, None, observer=observe)
+    constants = sum(life.num_bytes for life in liveness.lives if life.begins == 0 and life.ends == len(level) - 1)
+    differences = np.asarray(moments) + constants - level[1:-1].sum(axis=1)
+    assert {int(abs(each)) // 64 for each in differences} <= {0, x.nbytes // 64}, "the batch is the caller's, or copied"
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.opt_state)))
+    assert size >= 8 * max(moments)
+    assert pipe.forecast(state.params, x).hosted[device] >= size
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")
+def test_a_step_that_fails_leaves_the_state_as_it_was():
+    fails = []
+
+    def loss(params, batch, key):
+        def check(x):
+            if fails:
+                raise ValueError("not this time")
+            return x
+
+        hidden = jax.pure_callback(check, jax.ShapeDtypeStruct(batch.shape, batch.dtype), batch)
+        return tied_loss(params, jax.lax.stop_gradient(hidden), key)
+
+    pipe = pipeline("params", loss)
+    state = pipe.init(dense_init, jax.random.key(0), BATCH)
+    expected = jax.tree.map(np.asarray, state.params)
+    fails.append(True)
+    with pytest.raises(Exception, match="not this time"):
+        jax.block_until_ready(pipe.step(state, BATCH, KEY))
+    fails.clear()
+    same(state.params, expected)
+    found, _ = pipe.step(state, BATCH, KEY)
+    same(found.params, trained("params", steps=1)[1].params)
+
+
+@pytest.mark.long
+def test_a_checkpoint_opens_in_host_memory_and_goes_on_with_the_same_bits(tmp_path):
+    pipe, state, _ = trained("params")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        opened = pipeline("params")
+        restored = checkpointer.restore(tmp_path / "state", opened.abstract_state(dense_init, jax.random.key(0), BATCH))
+        resident = pipeline(None)
+        back = checkpointer.restore(tmp_path / "state", resident.abstract_state(dense_init, jax.random.key(0), BATCH))
+    assert kinds((restored.params, restored.opt_state)) == {HOST}
+    assert HOST not in kinds((back.params, back.opt_state))
+    expected, _ = pipe.step(state, BATCH, KEY)
+    same(opened.step(restored, BATCH, KEY)[0], expected)
+    same(resident.step(back, BATCH, KEY)[0], expected)
+
+
+@pytest.mark.long
+def test_what_else_reads_a_state_reads_one_that_waits():
+    pipe, state, _ = trained("params")
+    plain, held, _ = trained(None)
+    apply = lambda params, x: jnp.tanh(x @ params["tied"]) @ params["layers"][7]["w"]  # noqa: E731
+    same(pipe.apply(state, BATCH, apply), plain.apply(held, BATCH, apply))
+    same(list(pipe.stream(state, [BATCH, BATCH[:4]], apply)), list(plain.stream(held, [BATCH, BATCH[:4]], apply)))
+    assert pipe.verify(state, BATCH, KEY)
+    parts = jaxpp.Microbatches([BATCH[:4], BATCH[:8], BATCH])
+    same(pipe.step(state, parts, KEY, donate=False)[0], plain.step(held, parts, KEY, donate=False)[0])
+    assert "host" in str(state)
+    chex.assert_trees_all_equal(jaxpp.gather(state.params), jaxpp.gather(held.params))
+    assert "copies to host memory or back" in str(pipe.profile(state, BATCH, KEY))
+
+
+def test_words_that_cannot_wait_are_refused():
+    with pytest.raises(ArgumentError, match=r"host='gradients'.*\n.*Got: 'gradients'"):
+        pipeline("gradients")
+    with pytest.raises(ArgumentError, match="what waits in host memory is whole"):
+        pipeline("params", data_parallel=2, shard="optimizer")
+    bank = jaxpp.Bank({"a": {"w": jnp.ones(2)}}, optax.adam(1e-2))
+    with pytest.raises(ArgumentError, match="the sets of a bank wait in host memory by themselves"):
+        pipeline("params", lambda params, own, batch: tied_loss(params, batch, KEY) * own["w"].sum(), bank=bank)
+
+
+def clock_of(pipe, batch, copy):
+    """When the last program ends, if a microbatch takes 1 forward and 2 back, and the parameters of a stage ``copy`` each way."""
+    plan, lowered = pipe._setup.engine.plan("update", batch, None)
+    taken, durations = {Kind.F: 1.0, Kind.B: 2.0}, []
+    for line in lowered.bound.lines:
+        acts = line.action is not None and line.program is not None
+        durations.append(taken[line.action.kind] if acts else copy * len(line.outputs) if line.copies else 0.0)
+    spans = isolated_spans(plan, durations, pipe.schedule)
+    brought = sum(span.end - span.start for span in spans if span.copies and span.label.startswith("bring"))
+    return max(span.end for span in spans if not span.copies and not span.sends), brought
+
+
+def test_copies_that_fit_under_a_visit_delay_a_step_by_a_twentieth_at_most_and_others_take_what_the_link_takes():
+    pipe, _, x = budget_of("params")
+    resident = clock_of(budget_of(None)[0], x, 0.0)[0]
+    hidden, _ = clock_of(pipe, x, 1.3)  # of parameters, which two forwards hide, and of moments, which backwards hide
+    assert resident <= hidden <= 1.05 * resident
+    slow, brought = clock_of(pipe, x, 20.0)
+    assert slow == pytest.approx(brought, rel=0.05)
+
+
+def test_an_update_moves_to_the_end_of_what_it_reads_and_no_further():
+    builder = Builder()
+    a, b, c, d = (Name(0, Ref(Role.VALUE, k)) for k in range(4))
+    builder.call("F", MemoryCopy.TO_HOST, 0, [a], [b], Action(0, Kind.F, 0))
+    builder.call("B", MemoryCopy.TO_HOST, 0, [a], [c], Action(0, Kind.B, 0))
+    builder.send("number", d, d._replace(stage=1))
+    builder.send("update", b, a)  # writes what B reads
+    builder.send("another", b, d._replace(stage=2))
+    assert [line.label for line in early(builder.lines)] == ["F", "another", "B", "update", "number"]
+
+
+def tier(seed):
+    return [] if seed < 3 else pytest.mark.long if seed < 12 else pytest.mark.slow
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=tier(seed)) for seed in range(200)])
+@pytest.mark.filterwarnings("ignore::jaxpp.UnevenStagesWarning", "ignore::jaxpp.MicrobatchWarning")
+def test_random_models_have_the_bits_of_those_whose_state_is_on_devices(seed):
+    rng, model = np.random.default_rng(seed), random_model(seed)
+    name = str(rng.choice(["looped-bfs", "1f1b", "zb-v", "interleaved", "gpipe"]))
+    order = schedule(name, ranks=int(rng.integers(1, 3)), per_rank=2, microbatches=2)
+    optimizer = [optax.adam(1e-2), CLIPPED, optax.sgd(0.1, momentum=0.9), optax.lion(1e-3)][rng.integers(4)]
+    remat = [None, "least", "recompute", "offload"][rng.integers(4)]
+    options = {"remat": remat, "devices": jax.devices()[: int(rng.integers(1, 3))], "order": order, "microbatches": 2}
+    results = []
+    for host in (None, str(rng.choice(["optimizer", "params"]))):
+        pipe = pipeline(host, model.loss_fn, optimizer, **options)
+        state = pipe.init(model.params, model.batch)
+        for _ in range(2):
+            state, metrics = pipe.step(state, model.batch, model.key)
+        results.append((state, metrics.loss, metrics.grad_norm))
+    same(*results)
