@@ -1,5 +1,6 @@
 """Eight CPU devices for every test, the tests shared among workers, and workers that stay small."""
 
+import collections
 import contextlib
 import ctypes
 import gc
@@ -9,6 +10,7 @@ import pathlib
 import signal
 import tempfile
 import threading
+import zlib
 
 # Most of the suite's time is the compiler's: it optimises less here, which changes no equation (test_default_level.py compiles as
 # users do), and each program on one thread, since the workers take all cores. Fusions written by XLA itself instead of LLVM take
@@ -68,6 +70,23 @@ def pytest_cmdline_main(config):
     if whole and not alone and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses = min(MOST_WORKERS, os.cpu_count() or 1)
         config.option.dist = "loadfile"  # the tests of a file share fixtures and compiled programs
+
+
+MOST_CASES = 4
+"""Of a long test with more cases than this, some are slow."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a long test with many cases a third stays long, chosen by their names; the slow tier has the others, too."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("slow") and hasattr(item, "callspec"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for same in cases.values():
+        ordered = sorted(same, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in ordered[max(MOST_CASES, len(same) // 3) :]:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_logfinish():
