@@ -220,6 +220,7 @@ def test_each_stage_owns_the_rows_of_its_slices_or_receives_only_these(x64, tied
     assert state.params["table"].shape == (VOCAB, WIDTH)
 
 
+@pytest.mark.long
 def test_an_embedding_held_as_slices_finds_the_rows_that_one_array_would(x64):
     """A row that is not there is NaN, or the nearest, as the model says."""
     for lookup in (
@@ -312,6 +313,7 @@ def test_a_loop_over_blocks_and_the_loop_of_the_head_are_cut_in_one_model():
     assert largest_share(ScannedGPT(128_256, 768, 12), 8) <= 1.12
 
 
+@pytest.mark.long
 def test_the_last_stage_holds_nothing_as_large_as_the_logits():
     vocab, length, examples = 10_007, 32, 4
     model = GPT(vocab, length, 32, 4, 2, dropout=0.0, head=False)
@@ -402,6 +404,7 @@ def test_where_a_head_makes_stages_uneven_the_warning_has_the_line_that_divides_
     assert 3.8 < after <= 4
 
 
+@pytest.mark.long
 def test_the_gain_that_is_promised_is_there_and_no_warning_is_left():
     model = GPT(50_257, 64, 96, 4, 4, dropout=0.0)
     loss_fn, params = language_model(model.clone(head=False), 64)

@@ -282,7 +282,7 @@ def quick_compiling():
 SETTINGS = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=6, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False, **SETTINGS)
+@settings(max_examples=4, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False, **SETTINGS)
 @given(examples)
 def test_a_random_model_under_a_random_pipeline_equals_the_oracle(example):
     check(example)

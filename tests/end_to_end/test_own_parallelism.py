@@ -33,9 +33,8 @@ def plain(name, recipe):
     return recipe["loss_with"](recipe["plain_attention" if name == "ring_attention" else "plain"]), recipe["params"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "expert_parallelism" else pytest.mark.long) for name in KINDS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
 def test_a_recipe_equals_plain_jax_and_communicates_as_it_says(name):
     with jax.enable_x64(True):
         recipe = defined_by(name)

@@ -17,6 +17,7 @@ def small(tmp_path_factory):
     return run(Config(tables=2, small=True, out=tmp_path_factory.mktemp("out") / "figures"))
 
 
+@pytest.mark.long
 def test_a_small_run_prints_its_table_draws_and_is_a_line_of_json(small):
     lines = show(small).splitlines()
     assert lines[0].split("  ")[0] == "stages on each rank"

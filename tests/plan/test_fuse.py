@@ -41,7 +41,7 @@ def test_a_stage_is_in_pairs_if_its_backward_is_behind_its_forward_for_every_mic
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("make_case", [mlp_case, gpt_case], ids=["mlp", "gpt"])
+@pytest.mark.parametrize("make_case", [mlp_case, pytest.param(gpt_case, marks=pytest.mark.long)], ids=["mlp", "gpt"])
 def test_fused_equals_the_oracle_and_schedules_that_fuse_have_the_same_bits(make_case, dtype):
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
         case = make_case(dtype)
@@ -61,7 +61,9 @@ def test_fused_equals_the_oracle_and_schedules_that_fuse_have_the_same_bits(make
 
 
 @pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning", "ignore::jaxpp.ModelStateWarning")  # a ResNet has statistics
-@pytest.mark.parametrize("name", ["resnet", "nnx_gpt", "seq2seq", pytest.param("unet", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["nnx_gpt", *(pytest.param(name, marks=pytest.mark.long) for name in ("resnet", "seq2seq", "unet"))]
+)
 def test_fused_steps_of_the_zoo_are_verified(name):
     case = ZOO[name]("float32")
     options = {"has_state": True} if case.model_state is not None else {}

@@ -110,6 +110,7 @@ READS = {
 }
 
 
+@pytest.mark.long
 def test_rows_are_found_however_they_are_read(x64):
     def loss(params, batch):
         read = {name: READS[name](leaf) for name, leaf in params.items()}
@@ -280,6 +281,7 @@ def test_rows_of_theta_are_slices_and_a_task_keeps_its_own_whole():
         state, _ = pipe.step(state, batch, task=task)
 
 
+@pytest.mark.long
 def test_a_loop_may_read_several_rows_an_iteration_and_leave_rows_out(x64):
     def loss(params, batch):
         def step(x, pair):
