@@ -146,7 +146,7 @@ def test_model_state_stays_on_devices_and_passes_on():
 def copies_of(pipe, state):
     """The roles and numbers of what the lines of a step copy in and out, once a copy."""
     moved = defaultdict(Counter)
-    for line in pipe._setup.engine.lower("update", BATCH, KEY).bound.lines:
+    for line in pipe.engine.lower("update", BATCH, KEY).bound.lines:
         if line.copies:
             names = line.outputs if line.copies == MemoryCopy.TO_DEVICE else line.inputs
             moved[line.copies].update((name.stage, name.ref.role, name.ref.index) for name in names)
@@ -156,7 +156,7 @@ def copies_of(pipe, state):
 def test_nothing_is_copied_in_that_is_there_and_gradients_do_not_wait_for_the_update():
     pipe, state, _ = trained("params")
     brought, taken = copies_of(pipe, state)
-    owner, stages = pipe._setup.engine.owner, pipe.schedule.num_stages
+    owner, stages = pipe.engine.owner, pipe.schedule.num_stages
     leaves = {role: {k for _, found, k in (*brought, *taken) if found == role} for role in Role}
     assert leaves[Role.GRAD] == {len(owner) - 1}, "but for the tied one"
     last = {stages - 1, stages - 2}  # of each rank: it goes forward and back in one visit
@@ -193,7 +193,7 @@ def budget_of(host, depth=32, width=64):
 
 def test_a_state_of_eight_times_the_devices_memory_trains_and_every_moment_is_as_forecast():
     pipe, state, x = budget_of("params")
-    engine, device = pipe._setup.engine, jax.devices()[0]
+    engine, device = pipe.engine, jax.devices()[0]
     lowered = engine.plan("update", x, None)[1]
     liveness, (level,) = step_liveness(engine, lowered), step_liveness(engine, lowered).levels.values()
     pipe.step(state, x, donate=False)  # so that constants are there
@@ -282,7 +282,7 @@ def test_words_that_cannot_wait_are_refused():
 
 def clock_of(pipe, batch, copy):
     """When the last program ends, if a microbatch takes 1 forward and 2 back, and the parameters of a stage ``copy`` each way."""
-    plan, lowered = pipe._setup.engine.plan("update", batch, None)
+    plan, lowered = pipe.engine.plan("update", batch, None)
     taken, durations = {Kind.F: 1.0, Kind.B: 2.0}, []
     for line in lowered.bound.lines:
         acts = line.action is not None and line.program is not None
