@@ -245,7 +245,9 @@ class _Layouts:
         readers = _readers(loss, cuts, owner)
         if not options.placement.is_even:
             widths = [{options.placement[stage].num_shards for stage in stages} for stages in readers]
-            check_even(shards, loss, widths, "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...]")
+            check_even(
+                shards, loss, widths, "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...]"
+            )
         divided_on = {stage for spec, stages in zip(shards, readers, strict=bool(shards)) if any(spec) for stage in stages}
         idle = () if loss.graph.sharded else undivided_warnings(options.placement, divided_on)
         first = tracing.cut(loss, cuts, owner, merge.reducers, state_owner=None if like is None else like.state_owner)
@@ -315,7 +317,9 @@ class _Layouts:
         given[shared:] = map(over_model, given[shared:])  # each replica has its own
         pairs = list(zip(given, leaves, strict=True))
         even = self.options.placement.is_even  # else ``check_even`` refuses what a rank cannot share
-        if even and (rough := [f"{describe(leaf)}: {spec}" for spec, leaf in pairs if not fits(over_model(spec), leaf.shape, sizes)]):
+        if even and (
+            rough := [f"{describe(leaf)}: {spec}" for spec, leaf in pairs if not fits(over_model(spec), leaf.shape, sizes)]
+        ):
             rule = "where a loop over layers is cut, a stage holds the rows of its layers, and devices share these evenly"
             raise ArgumentError(
                 "shardings", rule, rough, "shard another axis, or pass cuts=[...] or stages whose rows are divisible"

@@ -152,8 +152,13 @@ class Tracing:
         scaled_by = None if options.loss_scale is None else options.loss_scale.scale
         placement = options.placement
         given: dict[str, Any] = {"remat": options.remat, "cut_gradient": options.cut_gradient, "scaled_by": scaled_by}
-        given |= {"pack": placement.num_shards == 1, "train": options.is_loss, "rates": rates_of(options.devices[0]), "speeds": placement.speeds}
-        if loss.graph.sharded and not placement.is_even:
+        given |= {
+            "pack": placement.num_shards == 1,
+            "train": options.is_loss,
+            "rates": rates_of(options.devices[0]),
+            "speeds": placement.speeds,
+        }
+        if not placement.is_even:  # shapes name the mesh of a rank too
             given["axes"] = [axes_in(place) for place in placement.places]
         return cut(loss, cuts, owner, reducers=reducers, **(given | known))
 

@@ -490,7 +490,8 @@ def undivided_warnings(placement: Placement, divided: Collection[int]) -> tuple[
         stages = [stage for stage, other in enumerate(placement.places) if other == place]
         if place.num_shards > 1 and place not in placement.by_rank[:rank] and set(stages).isdisjoint(divided):
             rule = "the devices of a rank divide the parameters of its stages"
-            got = f'stage {", ".join(map(str, stages))}: no parameter is sharded over "model", so {place.num_shards} devices compute the same'
+            names = ", ".join(map(str, stages))
+            got = f'no parameter of stage {names} is sharded over "model": its {place.num_shards} devices hold and compute the same'
             found.append(DevicesWarning(f"devices, rank {rank}: {rule}.\n  Got: {got}.\n  Fix: pass {rules}, or one device there."))
     return tuple(found)
 

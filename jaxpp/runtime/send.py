@@ -3,8 +3,8 @@
 ``Send.bind`` chooses, when a plan is made, the quickest function: ``jax.device_put``, or, where it does the same, the runtime's own
 copy (``not_public``). ``memory_copies`` moves residuals to host memory and back. Between processes both sides call the send, in the
 same order, because JAX numbers transfers as they are called: whoever lacks the value passes a stand-in, and whoever has it drops
-what it gets back. Where a place spans processes, each shard goes by itself. Between ranks of unequal width, a device sends the whole
-value, which its rank gathers first if it is divided there: ``jax.device_put`` would divide it anew on the host.
+what it gets back. Where a place spans processes, each shard goes by itself. Between ranks of unequal width, a device sends the
+whole value, which its rank gathers first if it is divided there: ``jax.device_put`` would divide it anew on the host.
 """
 
 import functools

@@ -67,8 +67,8 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
 
     ``packs`` and ``state_owner`` (of the leaves that nothing on the spine makes) are what another trace has decided, if any.
     Boundary s of ``cut_gradient`` lies between stages s and s + 1. The backward starts from the loss scale's leaf ``scaled_by``, if
-    not from 1; ``rates`` are those of the devices, ``speeds`` says how many of them share the work of each stage. ``axes``: of the ranks
-    of the stages, where the loss names those of the widest rank.
+    not from 1; ``rates`` are those of the devices, ``speeds`` says how many of them share the work of each stage. ``axes``: of the
+    ranks of the stages, where the loss names those of the widest rank.
     """
     graph = loss.graph
     ends = [*cuts, len(loss.spine)]
