@@ -103,10 +103,8 @@ def _those_devices(devices: object, found: Sequence[object]) -> str:
         return f"pass devices=jax.devices()[:{devices}]"
     if found and all(isinstance(device, int) and not isinstance(device, bool) for device in found):
         return f"pass devices=[jax.devices()[k] for k in {shown(list(found))}]"
-    if found and all(isinstance(device, Sequence) and not isinstance(device, str) for device in found):
-        return (
-            'for ranks of several devices, each of as many, pass data_parallel=..., or mesh=jax.make_mesh((2, 2), ("pipe", "data"))'
-        )
+    if any(isinstance(device, Sequence) and not isinstance(device, str) for device in found):
+        return 'jaxpp.tune tries ranks of as many devices each: pass mesh=jax.make_mesh((2, 2), ("pipe", "model")), or data_parallel=[...]'
     return "pass some of jax.devices(), such as devices=jax.devices()[:2]"
 
 

@@ -87,11 +87,12 @@ class Send:
         return send_directly if sources else send
 
     def _regroup(self) -> Move:
-        home = self.target
+        """From one device of the source, which has the whole value, to all of the target."""
+        send_one = Send(self.target)._within_process()
 
-        def send(value: Array) -> tuple[Array]:
+        def send(value: Array) -> Sequence[Array]:
             whole = value if value.sharding.is_fully_replicated else _gathered(value.sharding.mesh)(value)
-            return (jax.device_put(whole.addressable_shards[0].data, home),)
+            return send_one(whole.addressable_shards[0].data)
 
         return send
 
