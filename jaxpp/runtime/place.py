@@ -83,6 +83,10 @@ class Place(abc.ABC):
         """Where ``jax.device_put`` brings a value that is to be here."""
         return self.sharding(ref)
 
+    def num_parts(self, ref: Ref) -> int:  # noqa: ARG002  (nothing is sharded)
+        """Into how many parts its devices divide a value."""
+        return 1
+
     def is_free(self, ref: Ref) -> bool:
         """Whether the compiler decides how a value is sharded."""
         return ref.role in _FREE and self.num_shards > 1
@@ -198,6 +202,10 @@ class Submesh(Place):
         specs = self.opt_specs if ref.role == Role.OPT else of_params if ref.role in (Role.PARAM, Role.GRAD) else ()
         spec = specs[ref.index] if 0 <= ref.index < len(specs) else PartitionSpec()
         return NamedSharding(self.mesh, PartitionSpec(DATA, *spec) if self.per_replica(ref) else spec)
+
+    def num_parts(self, ref: Ref) -> int:
+        """As many as there are devices along the axes that its sharding names."""
+        return math.prod(self.axis_sizes[axis] for entry in self.sharding(ref).spec for axis in axis_names(entry))
 
     def replica(self, number: int) -> "Submesh":
         """A sub-mesh of one row."""
