@@ -218,7 +218,7 @@ def check_even(specs: Sequence[PartitionSpec], loss: TracedLoss, widths: Sequenc
         ArgumentError: an axis of a parameter is not divisible by the number of devices of a rank.
     """
     wrong = [
-        f"{path}, {describe(var.aval)}: {spec} is not divisible by {width}, the devices of a rank that holds it"
+        f"{path}, {describe(aval_of(var))}: {spec} is not divisible by {width}, the devices of a rank that holds it"
         for path, var, spec, each in zip(loss.param_paths, loss.params, specs, widths, strict=bool(specs))
         for width in sorted(each)
         if not fits(over_model(spec), aval_of(var).shape, {MODEL: width})

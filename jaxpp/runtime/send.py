@@ -91,8 +91,10 @@ class Send:
         send_one = Send(self.target)._within_process()
 
         def send(value: Array) -> Sequence[Array]:
-            whole = value if value.sharding.is_fully_replicated else _gathered(value.sharding.mesh)(value)
-            return send_one(whole.addressable_shards[0].data)
+            sharding = value.sharding
+            if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+                value = _gathered(sharding.mesh)(value)
+            return send_one(value.addressable_shards[0].data)
 
         return send
 
