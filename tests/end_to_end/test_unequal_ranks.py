@@ -155,6 +155,16 @@ def test_a_rank_of_two_devices_gets_twice_the_work(devices, part):
     assert layout.owner.count(0) == round(12 * part)
 
 
+def test_a_warning_of_uneven_stages_counts_the_devices_of_each_rank():
+    given = {"num_stages": 3, "num_microbatches": 4, "devices": THREE, "shardings": WEIGHTS, "weight": None, "cuts": None}
+    params, batch = ({name: jnp.ones((8, 8)) for name in "abcd"}, jnp.ones((64, 8)))
+    (warning,) = open_engine(Options.of(chain, **given), None, (params,), batch, None).layout.warnings
+    said = (
+        "stage 1 does 25% of the work, 1.7 times the part of its devices, so 3 stages are at most 4.08 times as fast as one device"
+    )
+    assert said in str(warning)
+
+
 def test_the_table_estimates_times_by_the_devices_of_a_rank():
     given = {"num_stages": 2, "num_microbatches": 64, "shardings": WEIGHTS, "cuts": ["c"]}
     shapes, batch = jax.eval_shape(lambda: SETS[0]), jax.ShapeDtypeStruct((1 << 18, 8), jnp.float32)
@@ -186,6 +196,7 @@ def test_a_divided_value_goes_to_a_rank_of_another_width_without_the_host(unread
 
 
 ODD = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 5)), "c": jnp.ones((5, 8)), "d": jnp.ones((8, 8))}
+ODD_TIED = {"a": jnp.ones((8, 5)), "b": jnp.ones((5, 8)), "c": jnp.ones((8, 8)), "d": jnp.ones((8, 5))}
 REFUSED = {
     "replicas of ranks of several devices": (
         lambda: pipeline(chain, WIDE_FIRST, data_parallel=2),
@@ -233,6 +244,12 @@ REFUSED = {
         lambda: pipeline(chain, WIDE_FIRST, cuts=["d"], shardings={"b": "column"}).abstract_state(ODD, jnp.ones((8, 8))),
         'shardings: axes of a parameter may be sharded over "model", evenly.',
         f"b, f32[8,5]: {P(None, 'model')} is not divisible by 2, the devices of a rank that holds it.",
+        "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...].",
+    ),
+    "what a rank that only reads it cannot share evenly": (
+        lambda: pipeline(tied, WIDE_LAST, cuts=["d"], shardings={"a": "column"}).abstract_state(ODD_TIED, jnp.ones((8, 8))),
+        'shardings: axes of a parameter may be sharded over "model", evenly.',
+        f"a, f32[8,5]: {P(None, 'model')} is not divisible by 2, the devices of a rank that holds it.",
         "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...].",
     ),
 }
