@@ -105,12 +105,13 @@ class Options:
         if has_state:
             _check_order(made)
         places = submeshes(devices, mesh, data_parallel, made.num_ranks, known)
-        widest = max(places, key=lambda each: each.num_shards)
+        used = places[: made.num_ranks]
+        widest = max(used, key=lambda each: each.num_shards)
         platform = places[0].devices[0].platform
         settled: dict[str, Callable[[Any], Any]] = {
             "cuts": lambda cuts: _cuts_of(cuts, num_stages),
             "cut_gradient": lambda boundaries: _boundaries_of(boundaries, num_stages),
-            "balance": lambda balance: _balance_of(balance, places),
+            "balance": lambda balance: _balance_of(balance, used),
             "reduction": _reduction_of,
             "reduce_aux": check_reducers,
             "loss_scale": check_loss_scale,

@@ -158,8 +158,9 @@ class Tracing:
             "rates": rates_of(options.devices[0]),
             "speeds": placement.speeds,
         }
-        if not placement.is_even:  # shapes name the mesh of a rank too
-            given["axes"] = [axes_in(place) for place in placement.places]
+        axes = [axes_in(place) for place in placement.places]
+        if any(own.devices != options.axes.devices for own in axes):  # which the shapes in the loss name too
+            given["axes"] = axes
         return cut(loss, cuts, owner, reducers=reducers, **(given | known))
 
     def merge(

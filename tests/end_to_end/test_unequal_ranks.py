@@ -281,6 +281,7 @@ def test_a_wide_rank_on_which_nothing_is_divided_is_warned_of_and_no_other():
     assert 'no parameter of stage 0 is sharded over "model": its 2 devices hold and compute the same' in str(warning)
 
 
+@pytest.mark.filterwarnings("ignore::jaxpp.UnevenStagesWarning")  # six stages of six layers
 @pytest.mark.parametrize(
     ("model", "devices", "schedule", "stages"),
     [
@@ -303,6 +304,27 @@ def test_models_train_as_optax_does_whatever_the_schedule(model, devices, schedu
     state = check(pipe, case)
     if model == "mlp":
         pipe.verify(state, case.batch)
+
+
+@LONG
+def test_devices_beyond_those_of_the_ranks_do_not_count():
+    params, batch = wide(SETS[0]), wide(BATCH)
+    mesh = Mesh(np.array(D[2:4]), ("model",))
+
+    def loss_fn(params, batch):
+        return chain(params, batch, constrained(mesh))
+
+    pipe = pipeline(loss_fn, (D[0], D[1], [D[2], D[3]]), num_stages=2, shardings=None)
+    state, metrics = trained(pipe, pipe.init(params, batch), batch, None, 2)
+    near((metrics.loss, state.params), plain(loss_fn, params, batch, None, 2))
+
+
+@LONG
+def test_a_forecast_that_does_not_fit_looks_at_other_numbers_of_stages():
+    mesh = Mesh(np.array(D[:2]), ("model",))
+    pipe = pipeline(lambda params, batch: chain(params, batch, constrained(mesh)), WIDE_LAST)
+    forecast = pipe.forecast(jax.eval_shape(lambda: SETS[0]), jax.ShapeDtypeStruct((64, 8), jnp.float32), hbm=1 << 12)
+    assert not forecast.fits
 
 
 @LONG
