@@ -320,7 +320,7 @@ def test_devices_beyond_those_of_the_ranks_do_not_count():
 
 
 @LONG
-def test_a_forecast_that_does_not_fit_looks_at_other_numbers_of_stages():
+def test_a_forecast_says_that_a_step_does_not_fit():
     mesh = Mesh(np.array(D[:2]), ("model",))
     pipe = pipeline(lambda params, batch: chain(params, batch, constrained(mesh)), WIDE_LAST)
     forecast = pipe.forecast(jax.eval_shape(lambda: SETS[0]), jax.ShapeDtypeStruct((64, 8), jnp.float32), hbm=1 << 12)
