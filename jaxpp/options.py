@@ -108,17 +108,19 @@ class Options:
         if has_state:
             _check_order(made)
         places = submeshes(devices, mesh, data_parallel, made.num_ranks, known)
+        used = places[: made.num_ranks]
+        widest = max(used, key=lambda each: each.num_shards)
         platform = places[0].devices[0].platform
         settled: dict[str, Callable[[Any], Any]] = {
             "cuts": lambda cuts: _cuts_of(cuts, num_stages),
             "cut_gradient": lambda boundaries: _boundaries_of(boundaries, num_stages),
-            "balance": _balance_of,
+            "balance": lambda balance: _balance_of(balance, used),
             "reduction": _reduction_of,
             "reduce_aux": check_reducers,
             "loss_scale": check_loss_scale,
             "remat": lambda remat: policies_of(remat, num_stages, platform),
             "offload": lambda remat: offload_of(remat, num_stages),
-            "shardings": lambda shardings: _check_shardings(shardings, mesh, places[0].num_replicas, known),
+            "shardings": lambda shardings: _check_shardings(shardings, mesh, widest, known),
             "shard": lambda shard: _shard_of(shard, is_loss=others.get("is_loss", True)),
             "shared": _shared_of,
             "trains": _trains_of,
@@ -131,7 +133,7 @@ class Options:
         others["offload"] = others["remat"]
         given = {name: settled[name](value) if name in settled else value for name, value in others.items()}
         given["made_to_measure"] = auto
-        given["axes"] = axes_of(places[0], mesh, known)
+        given["axes"] = axes_of(widest, mesh, known)
         called = "loss_fn" if others.get("is_loss", True) else "fn"
         if devices is None and mesh is None:
             given["devices_warning"] = devices_warning(made, places, data_parallel, by_name=isinstance(schedule, str))
@@ -177,8 +179,8 @@ class Options:
         schedule, placement = self.schedule, self.placement
         devices = list(dict.fromkeys(device_name(device) for place in placement.by_rank for device in place.devices))
         names = ", ".join(devices if len(devices) <= 8 else [*devices[:7], f"... ({len(devices)})"])
-        counts = {"replicas": placement.num_replicas, "shards": placement.num_shards}
-        shared = " x ".join(f"{count} {what}" for what, count in counts.items() if count > 1)
+        counts = {"replicas": [placement.num_replicas], "shards": sorted({place.num_shards for place in placement.by_rank})}
+        shared = " x ".join(f"{' or '.join(map(str, each))} {what}" for what, each in counts.items() if max(each) > 1)
         return [
             f"  schedule: {schedule.name}, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches",
             f"  devices: {names}" + f" ({shared} a rank)" * bool(shared),
@@ -238,10 +240,15 @@ def _reduction_of(reduction: object) -> object:
     return reduction
 
 
-def _balance_of(balance: object) -> object:
+def _balance_of(balance: object, places: Sequence[Place]) -> object:
     if balance not in ("cost", "flops", "time", "memory"):
         rule = 'a loss is cut by "cost" (estimated), "flops" (counted), "time" (measured) or "memory" (estimated)'
         raise ArgumentError("balance", rule, repr(balance), 'pass balance="time" or balance="memory", or leave it out')
+    if balance in ("time", "memory") and len({place.num_shards for place in places}) > 1:
+        rule = "what a stage takes or holds is found before it is known on how many devices it will be"
+        got = f"ranks of {', '.join(str(place.num_shards) for place in places)} devices"
+        fix = "leave balance out, and a rank gets work in proportion to its devices; or pass cuts=[...]"
+        raise ArgumentError(f"balance={balance!r}", rule, got, fix)
     return balance
 
 
@@ -252,9 +259,9 @@ def _fuse_of(fuse: object, platform: str) -> bool:
     return bool(fuse)
 
 
-def _check_shardings(shardings: object, mesh: Mesh | None, num_replicas: int, axes: AxisMap) -> object:
+def _check_shardings(shardings: object, mesh: Mesh | None, widest: Place, axes: AxisMap) -> object:
     there = {axis for axis, names in axes.items() if mesh is not None and not set(names).isdisjoint(mesh.axis_names)}
-    there |= {DATA} if num_replicas > 1 else set()
+    there |= {axis for axis, size in widest.axis_sizes.items() if size > 1}
     if shardings is None or MODEL in there or (DATA in there and not _names_model(shardings, axes[MODEL])):
         return shardings
     got = "no mesh" if mesh is None else f"a mesh with the axes {', '.join(map(repr, mesh.axis_names))}"

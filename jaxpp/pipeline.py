@@ -90,7 +90,9 @@ class Pipeline(Forward):
         reduction: what the loss of a step is of the losses of its microbatches: their ``"mean"``, or their ``"sum"``, for a loss
             that is a sum over its examples.
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin. Default: jaxpp balances the stages.
-        devices: one for each rank. If there are fewer devices than ranks, they are reused round-robin. Default: ``jax.devices()``.
+        devices: one for each rank. If there are fewer than ranks, they are reused round-robin. Default: ``jax.devices()``. A list
+            in place of a device is a rank of all its devices, which share the parameters of its stages as ``shardings`` says; with
+            ``devices=[d0, d1, [d2, d3]]`` the last rank is twice as wide as the others, and gets about twice the work.
         remat: what a stage's forward keeps for its backward. ``"least"``: as few bytes as possible without repeating a matrix
             product, a convolution, a loop or a random number; cheap elementwise arithmetic is recomputed, but not, on accelerators,
             what a matrix product of the backward reads: it would be written to memory once more. ``"keep"``: everything.

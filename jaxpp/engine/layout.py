@@ -16,7 +16,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpp.engine.lru import LRU
-from jaxpp.engine.sharding_rules import fits, num_parts, opt_specs_of, over_both, over_model, specs_of
+from jaxpp.engine.sharding_rules import check_even, fits, num_parts, opt_specs_of, over_both, over_model, specs_of
 from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
 from jaxpp.errors import ArgumentError, BatchError, warn
 from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gradients
@@ -29,7 +29,7 @@ from jaxpp.plan.step import Leaves, Step, given_names, param_name, state_name
 from jaxpp.plan.visits import waiting
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
-from jaxpp.runtime.place import Placement, undivided_warning
+from jaxpp.runtime.place import Placement, undivided_warnings
 from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
@@ -176,7 +176,7 @@ def lay_out(
         layered = tracing.trace(options.loss_fn, (given[0], rows.of(given[1])), microbatch, key, per_layer=True)
     if options.cuts is None and like is None:
         check_giant(layered, schedule.num_stages)
-    specs = specs_of(options.shardings, variables[0], options.axes)
+    specs = specs_of(options.shardings, variables[0], options.axes, evenly=options.placement.is_even)
     own = batch if isinstance(batch, Microbatches) else None
     found = _Layouts(options, optimizer, given, own, microbatch, key, frozen, like, specs, rows)
     layout, first = found.at(layered)
@@ -240,10 +240,18 @@ class _Layouts:
             got = "weights of microbatches" if merge.weight else "replicas with parameters of their own"
             raise ArgumentError("a loss with collectives between replicas", rule, got, "leave the collectives out, or the weights")
         trained = None if self.optimizer is None else _trained_statistics(given[0], self.frozen)
-        unevenness = uneven(loss, cuts) if options.cuts is None and like is None and options.balance != "memory" else None
+        own_cut = options.cuts is None and like is None and options.balance != "memory"
+        unevenness = uneven(loss, cuts, options.placement.speeds) if own_cut else None
         owner = known or owners(loss, cuts)
         shards = tuple(map(over_model, specs))
-        idle = None if any(map(any, shards)) or loss.graph.sharded else undivided_warning(options.placement.num_shards)
+        readers = _readers(loss, cuts, owner)
+        if not options.placement.is_even:
+            widths = [{options.placement[stage].num_shards for stage in stages} for stages in readers]
+            check_even(
+                shards, loss, widths, "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...]"
+            )
+        divided_on = {stage for spec, stages in zip(shards, readers, strict=bool(shards)) if any(spec) for stage in stages}
+        idle = () if loss.graph.sharded else undivided_warnings(options.placement, divided_on)
         first = tracing.cut(loss, cuts, owner, merge.reducers, state_owner=None if like is None else like.state_owner)
         layout = Layout(
             given=given,
@@ -260,7 +268,7 @@ class _Layouts:
             parts=parts,
             divided=divided,
             scattered=self._scattered(parts, {ref.index for code in first.stages for pack in code.packs for ref in pack.members}),
-            warnings=tuple(filter(None, (options.devices_warning, idle, trained, unevenness, merge.warning))),
+            warnings=tuple(filter(None, (options.devices_warning, *idle, trained, unevenness, merge.warning))),
             weight=merge.weight,
             state_slicing=state_slicing,
             untrained=frozenset(slicing.leaves(untrained_leaves(given[0], options.trains))),
@@ -310,7 +318,10 @@ class _Layouts:
         given = list(specs) or [PartitionSpec()] * len(leaves)
         given[shared:] = map(over_model, given[shared:])  # each replica has its own
         pairs = list(zip(given, leaves, strict=True))
-        if rough := [f"{describe(leaf)}: {spec}" for spec, leaf in pairs if not fits(over_model(spec), leaf.shape, sizes)]:
+        even = self.options.placement.is_even  # else ``check_even`` refuses what a rank cannot share
+        if even and (
+            rough := [f"{describe(leaf)}: {spec}" for spec, leaf in pairs if not fits(over_model(spec), leaf.shape, sizes)]
+        ):
             rule = "where a loop over layers is cut, a stage holds the rows of its layers, and devices share these evenly"
             raise ArgumentError(
                 "shardings", rule, rough, "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
@@ -366,7 +377,7 @@ class _Layouts:
         if self.options.balance == "memory":
             return balance_memory(loss, self._held(params, specs, frozen))
         if loss.step is None:
-            return balance(loss, count)
+            return balance(loss, count, speeds=self.options.placement.speeds)
         return balance_step(loss, count, self.links or links_of(self.options.placement), lengths_of(self.options.schedule))
 
     def _estimated(self, loss: TracedLoss) -> TracedLoss:
@@ -380,6 +391,15 @@ class _Layouts:
             return loss
         kept = Counter(options.remat or [RematPolicy()]).most_common(1)[0][0]  # of most stages
         return replace(loss, step=step_costs(loss, kept, rates_of(options.devices[0])))
+
+
+def _readers(loss: TracedLoss, cuts: Cuts, owner: Sequence[int]) -> list[set[int]]:
+    """The stages that hold each parameter leaf in a step: its owner, and those that read it."""
+    readers = [{stage} for stage in owner]
+    for k, uses in enumerate(loss.param_uses):
+        for leaf in uses:
+            readers[leaf].add(bisect.bisect_right(cuts, k))
+    return readers
 
 
 def links_of(placement: Placement) -> Links:
@@ -403,7 +423,10 @@ def lengths_of(schedule: Schedule) -> Lengths:
 
 
 def speed_up(schedule: Schedule, placement: Placement, cut: CutLoss) -> float:
-    """How many times as fast as one device a step is, by estimated costs of stages and sends; 0 if nothing costs anything."""
+    """How many times as fast as one device a step is, by estimated costs of stages and sends; 0 if nothing costs anything.
+
+    Of ranks of several devices, the narrowest stands for one device.
+    """
     forward, input_grad, weight_grad = (np.asarray([[code.costs[kind] for code in cut.stages]]) for kind in "FIW")
     links = links_of(placement)
     moved = [cut.loss.boundary_bytes[at] for at in cut.cuts]
@@ -412,7 +435,7 @@ def speed_up(schedule: Schedule, placement: Placement, cut: CutLoss) -> float:
     devices = [place.devices for place in placement.places]
     shared = {each: sum(seconds for seconds, other in zip(work, devices, strict=True) if other == each) for each in set(devices)}
     longest = max(float(lengths_of(schedule)(forward, input_grad, weight_grad, hops)[0]), *shared.values())
-    return float(work.sum()) / longest if longest else 0.0
+    return float(work @ np.asarray(placement.speeds)) / longest if longest else 0.0
 
 
 def _split_of(options: Options, batch: Batch, *, train: bool) -> Split:

@@ -9,7 +9,7 @@ import fnmatch
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,8 +17,8 @@ from jax.tree_util import KeyPath
 
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.stages.axes import DATA, MODEL, RankAxes, axis_names
-from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loss.traced_loss import path_name
+from jaxpp.stages.jaxpr import aval_of, describe
+from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
 from jaxpp.stages.own_params import Joint
 from jaxpp.types import Aval, Leaf, Params, Tree
 
@@ -45,13 +45,13 @@ RULES: Mapping[str, Callable[[str, int], PartitionSpec]] = {
 """
 
 
-def specs_of(shardings: Tree, params: Params, axes: RankAxes) -> tuple[PartitionSpec, ...]:
+def specs_of(shardings: Tree, params: Params, axes: RankAxes, *, evenly: bool = True) -> tuple[PartitionSpec, ...]:
     """How each parameter leaf is sharded over the ``model`` axis of a rank, and divided over ``data``; empty if none can be.
 
     ``shardings``: rules, ``PartitionSpec``s or ``NamedSharding``s by path or pattern; a tree of these; a function of a path and a
     shape that returns one; or Flax's logical axis rules (pairs), for parameters with such names. None: as the parameters say
     themselves, by Flax's metadata (axes of the mesh), or as arrays that are sharded already. ``axes`` say what the names in specs
-    stand for.
+    stand for. Not ``evenly``: ranks are of unequal width, and ``check_even`` says later whether each can share what it holds.
 
     Raises:
         ArgumentError: rules that fit no parameter, or shardings that cannot be.
@@ -87,7 +87,7 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes) -> tuple[Partition
             fix = 'pass such a tree, or a dictionary by path, for example {"*/fc": "column", "*/proj": "row"}'
             raise ArgumentError("shardings", rule, got, fix)
     specs = [axes.named(spec) for spec in specs]
-    _check(specs, leaves, axes.sizes)
+    _check(specs, leaves, axes.sizes if evenly else {})
     return tuple(specs)
 
 
@@ -209,6 +209,22 @@ def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]
     if wrong:
         fix = 'change the sharding, or map Flax\'s axis names: shardings=[("mlp", "model"), ("embed", None)]'
         raise ArgumentError("shardings", 'axes of a parameter may be sharded over "model" and "data", evenly', wrong, fix)
+
+
+def check_even(specs: Sequence[PartitionSpec], loss: TracedLoss, widths: Sequence[Collection[int]], fix: str) -> None:
+    """Refuse parameters that ranks of these ``widths``, of each leaf those that hold it, cannot share evenly.
+
+    Raises:
+        ArgumentError: an axis of a parameter is not divisible by the number of devices of a rank.
+    """
+    wrong = [
+        f"{path}, {describe(aval_of(var))}: {spec} is not divisible by {width}, the devices of a rank that holds it"
+        for path, var, spec, each in zip(loss.param_paths, loss.params, specs, widths, strict=bool(specs))
+        for width in sorted(each)
+        if not fits(over_model(spec), aval_of(var).shape, {MODEL: width})
+    ]
+    if wrong:
+        raise ArgumentError("shardings", 'axes of a parameter may be sharded over "model", evenly', wrong, fix)
 
 
 def num_parts(given: Tree, sizes: Mapping[str, int]) -> int:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError, LossError, shown
 from jaxpp.options import Options
+from jaxpp.runtime.place import axes_in
 from jaxpp.stages.axes import ONE_DEVICE, RankAxes
 from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.cuts.cut_loss import CutLoss, cut
@@ -149,8 +150,17 @@ class Tracing:
         """A traced loss as the programs of its stages."""
         options = self.options
         scaled_by = None if options.loss_scale is None else options.loss_scale.scale
+        placement = options.placement
         given: dict[str, Any] = {"remat": options.remat, "cut_gradient": options.cut_gradient, "scaled_by": scaled_by}
-        given |= {"pack": options.placement.num_shards == 1, "train": options.is_loss, "rates": rates_of(options.devices[0])}
+        given |= {
+            "pack": placement.num_shards == 1,
+            "train": options.is_loss,
+            "rates": rates_of(options.devices[0]),
+            "speeds": placement.speeds,
+        }
+        axes = [axes_in(place) for place in placement.places]
+        if any(own.devices != options.axes.devices for own in axes):  # which the shapes in the loss name too
+            given["axes"] = axes
         return cut(loss, cuts, owner, reducers=reducers, **(given | known))
 
     def merge(

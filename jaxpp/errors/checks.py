@@ -70,15 +70,41 @@ def check_devices(devices: Tree) -> tuple[Device, ...]:
     return found
 
 
+def check_ranks(devices: Tree) -> tuple[tuple[Device, ...], ...]:
+    """The devices of each rank: of each entry of a list of devices, some of which may be lists of devices; or all there are."""
+    if isinstance(devices, (str, Mesh, jax.Device)) or not isinstance(devices, Iterable):
+        return tuple((device,) for device in check_devices(devices))
+    entries = [tuple(each) if isinstance(each, (list, tuple, np.ndarray)) else each for each in devices]
+    if not any(isinstance(each, tuple) for each in entries):
+        return tuple((device,) for device in check_devices(entries))
+    ranks = [each if isinstance(each, tuple) else (each,) for each in entries]
+    where, rule = "devices", "each entry of a list of devices is a rank: a device of JAX's, or a list of such devices"
+    wrong = [f"devices[{k}]: {shown(each)}" for k, each in enumerate(entries) if not _are_devices(ranks[k])]
+    if wrong:
+        raise ArgumentError(where, rule, wrong, "pass for example devices=[jax.devices()[:2], *jax.devices()[2:4]]")
+    sets = [frozenset(each) for each in ranks]
+    wrong = [
+        f"devices[{k}]: {shown(each)}"
+        for k, each in enumerate(entries)
+        if len(sets[k]) < len(ranks[k]) or any(sets[k] & other and ranks[k] != ranks[i] for i, other in enumerate(sets))
+    ]
+    if wrong:
+        rule = "a device stands once in a rank, and two ranks have all their devices in common, in the same order, or none"
+        raise ArgumentError(where, rule, wrong, "name each device once")
+    return tuple(ranks)
+
+
+def _are_devices(rank: tuple[object, ...]) -> bool:
+    return bool(rank) and all(isinstance(device, jax.Device) for device in rank)
+
+
 def _those_devices(devices: object, found: Sequence[object]) -> str:
     if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
         return f"pass devices=jax.devices()[:{devices}]"
     if found and all(isinstance(device, int) and not isinstance(device, bool) for device in found):
         return f"pass devices=[jax.devices()[k] for k in {shown(list(found))}]"
-    if found and all(isinstance(device, Sequence) and not isinstance(device, str) for device in found):
-        return (
-            'for ranks of several devices, each of as many, pass data_parallel=..., or mesh=jax.make_mesh((2, 2), ("pipe", "data"))'
-        )
+    if any(isinstance(device, Sequence) and not isinstance(device, str) for device in found):
+        return 'jaxpp.tune tries ranks of as many devices each: pass mesh=jax.make_mesh((2, 2), ("pipe", "model"))'
     return "pass some of jax.devices(), such as devices=jax.devices()[:2]"
 
 

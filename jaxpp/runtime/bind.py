@@ -220,7 +220,7 @@ def compile_plan(  # noqa: PLR0913  (what decides a plan)
         done = [name for name in dict.fromkeys((*line.inputs, *line.outputs)) if last[name] == number and name not in kept]
         executable, job = compiled.get(number), line.placed
         if executable is None or job is None:
-            call = _call_of(line, groups, made_at, chosen)
+            call = _call_of(line, bound.placement, groups, made_at, chosen)
         else:
             call = executable.call if check is None else check(line, job, executable.call)
             for name, info in zip(line.outputs, jax.tree.leaves(executable.call.out_info), strict=True):
@@ -236,7 +236,13 @@ def compile_plan(  # noqa: PLR0913  (what decides a plan)
     return plan, compiled_bound
 
 
-def _call_of(line: BoundLine, groups: ReplicaGroups, made_at: Mapping[Name, Home], chosen: Mapping[Name, Sharding]) -> Runnable:
+def _call_of(
+    line: BoundLine,
+    placement: Placement,
+    groups: ReplicaGroups,
+    made_at: Mapping[Name, Home],
+    chosen: Mapping[Name, Sharding],
+) -> Runnable:
     """What the host calls for a line without a program; ``made_at`` says where programs before it made plain arrays, not keys."""
     if isinstance(line.call, GroupMean):
         shardings = [line.place.sharding(name.ref) for name in line.inputs]
@@ -249,7 +255,8 @@ def _call_of(line: BoundLine, groups: ReplicaGroups, made_at: Mapping[Name, Home
     if line.crossing is not None:
         return line.crossing.bind()
     (source,) = line.inputs
-    send = Send(line.place.home(line.outputs[0].ref), made_at.get(source))
+    regrouped = source.stage != CALLER and placement[source.stage].num_shards != line.place.num_shards
+    send = Send(line.place.home(line.outputs[0].ref), made_at.get(source), regrouped=regrouped)
     return send.bind_for_caller() if source.stage == CALLER and jax.process_count() > 1 else send.bind()
 
 

@@ -9,7 +9,7 @@ one array with the replicas as its first axis, sharded over ``data``; programs o
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import ArgumentError, shown
-from jaxpp.errors.checks import check_devices
+from jaxpp.errors.checks import check_ranks
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.send import HOST_MEMORY
 from jaxpp.schedule.base import Schedule
@@ -84,6 +84,10 @@ class Place(abc.ABC):
         """Where ``jax.device_put`` brings a value that is to be here."""
         sharding = self.sharding(ref)
         return sharding.with_memory_kind(HOST_MEMORY) if ref.waits else sharding
+
+    def num_parts(self, ref: Ref) -> int:  # noqa: ARG002  (nothing is sharded)
+        """Into how many parts its devices divide a value."""
+        return 1
 
     def is_free(self, ref: Ref) -> bool:
         """Whether the compiler decides how a value is sharded."""
@@ -201,6 +205,10 @@ class Submesh(Place):
         spec = specs[ref.index] if 0 <= ref.index < len(specs) else PartitionSpec()
         return NamedSharding(self.mesh, PartitionSpec(DATA, *spec) if self.per_replica(ref) else spec)
 
+    def num_parts(self, ref: Ref) -> int:
+        """As many as there are devices along the axes that its sharding names."""
+        return math.prod(self.axis_sizes[axis] for entry in self.sharding(ref).spec for axis in axis_names(entry))
+
     def replica(self, number: int) -> "Submesh":
         """A sub-mesh of one row."""
         return dataclasses.replace(self, mesh=Mesh(self.mesh.devices[number : number + 1], (DATA, MODEL)))
@@ -279,8 +287,19 @@ class Placement:
 
     @property
     def num_shards(self) -> int:
-        """How many devices share the parameters of a replica's stage."""
-        return self.places[0].num_shards
+        """How many devices share the parameters of a replica's stage; where ranks are of unequal width, of the widest."""
+        return max(place.num_shards for place in self.by_rank)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have as many devices."""
+        return len({place.num_shards for place in self.by_rank}) == 1
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """How many times as many devices each stage has as those of the narrowest rank; its work is divided by that."""
+        narrowest = min(place.num_shards for place in self.by_rank)
+        return tuple(place.num_shards / narrowest for place in self.places)
 
     @property
     def ranks_shown(self) -> tuple[Device | Submesh, ...]:
@@ -330,7 +349,10 @@ def axis_map(axes: object, mesh: object) -> AxisMap:
 def submeshes(
     devices: Sequence[Device] | None, mesh: Mesh | None, data_parallel: int, num_ranks: int, axes: AxisMap
 ) -> tuple[Place, ...]:
-    """The place of each rank, from the first; cycled by ``place`` if there are fewer. All violations are ``ArgumentError``."""
+    """The place of each rank, from the first; cycled by ``place`` if there are fewer. All violations are ``ArgumentError``.
+
+    A list of devices in ``devices`` is the rank of all of them, as shards: ranks may have unequal numbers.
+    """
     if isinstance(data_parallel, Sequence):
         where, rule = f"data_parallel={data_parallel!r}", "microbatch i of a replica passes through all ranks on devices of its own"
         raise ArgumentError(
@@ -338,8 +360,12 @@ def submeshes(
         )
     check_counts("data_parallel, the number of replicas", {"data_parallel": data_parallel}, ArgumentError)
     if mesh is None:
-        checked = check_devices(devices)
+        ranks = check_ranks(devices)
+        checked = tuple(device for rank in ranks for device in rank)
         _check_alike(checked)
+        if len(checked) > len(ranks):
+            _check_wide(ranks, data_parallel)
+            return tuple(OneDevice(*rank) if len(rank) == 1 else Submesh(_mesh_of(np.array([rank]))) for rank in ranks)
         if data_parallel == 1:
             return tuple(map(OneDevice, checked))
         if len(set(checked)) < len(checked):
@@ -358,7 +384,26 @@ def submeshes(
         grid = _grid(mesh, num_ranks, axes)
     if grid.shape[1:] == (1, 1):
         return tuple(map(OneDevice, grid.flat))
-    return tuple(Submesh(Mesh(rows, (DATA, MODEL))) for rows in grid)
+    return tuple(Submesh(_mesh_of(rows)) for rows in grid)
+
+
+def _mesh_of(rows: np.ndarray) -> Mesh:
+    """The mesh of a rank: a row for each replica."""
+    return Mesh(rows, (DATA, MODEL))
+
+
+def _check_wide(ranks: Sequence[Sequence[Device]], data_parallel: int) -> None:
+    """Refuse what ranks of several devices each cannot have beside them."""
+    counts = [len(rank) for rank in ranks]
+    if data_parallel != 1:
+        where, rule = f"devices, data_parallel={data_parallel}", "a list of devices in devices= is a rank of one replica"
+        fix = 'pass mesh=jax.make_mesh((2, 2, 2), ("pipe", "data", "model")) for replicas of ranks of as many devices each'
+        raise ArgumentError(where, rule, f"ranks of {', '.join(map(str, counts))} devices", fix)
+    processes = processes_of(device for rank in ranks for device in rank)
+    if len(set(counts)) > 1 and len(processes) > 1:
+        rule = "a value that goes to another process arrives divided as it was, so all ranks have as many devices there"
+        got = f"ranks of {', '.join(map(str, counts))} devices, of {len(processes)} processes"
+        raise ArgumentError("devices", rule, got, "pass the devices of one process, or ranks of as many devices each")
 
 
 def axes_of(place: Place, mesh: Mesh | None, axes: AxisMap) -> RankAxes:
@@ -369,6 +414,11 @@ def axes_of(place: Place, mesh: Mesh | None, axes: AxisMap) -> RankAxes:
     if mesh is not None:  # other names stand for all axes of the mesh that divide the same
         names = [(name, axis, size if name in sizes else place.axis_sizes.get(axis, 1)) for name, axis, size in names]
     return RankAxes(_axes_in(place), names=tuple(names), whole=mesh)
+
+
+def axes_in(place: Place) -> RankAxes:
+    """The axes of one rank, for what names those of the widest."""
+    return RankAxes(_axes_in(place))
 
 
 def axes_alone(axes: RankAxes, place: Place) -> RankAxes:
@@ -386,7 +436,7 @@ def num_places(devices: Sequence[Device] | None, mesh: object, data_parallel: ob
     if mesh is not None:
         return math.prod(mesh.shape.get(name, 1) for name in axes[PIPE]) if isinstance(mesh, Mesh) else 1
     replicas = int(data_parallel) if is_count(data_parallel, least=1) else 1  # pyright: ignore[reportArgumentType]
-    return len(check_devices(devices)) // replicas
+    return len(check_ranks(devices)) // replicas
 
 
 def mesh_of_ranks(mesh: Mesh, num_ranks: int, axes: AxisMap) -> Mesh:
@@ -432,14 +482,28 @@ def devices_warning(schedule: Schedule, places: Sequence[Place], data_parallel: 
     return DevicesWarning(f"{where}: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
 
 
-def undivided_warning(num_shards: int) -> DevicesWarning | None:
-    """What to tell the user of ``num_shards`` devices along ``model`` over which nothing is divided; None of one."""
-    if num_shards == 1:
-        return None
-    rule = "the devices along an axis of the mesh divide the work of a stage"
-    got = f'no parameter is sharded over "model": its {num_shards} devices hold and compute the same'
-    fix = 'pass shardings=..., for example {"*/fc": "column", "*/proj": "row"}, or a mesh without that axis'
-    return DevicesWarning(f'mesh with the axis "model": {rule}.\n  Got: {got}.\n  Fix: {fix}.')
+def undivided_warnings(placement: Placement, divided: Collection[int]) -> tuple[DevicesWarning, ...]:
+    """What to tell the user of devices along ``model`` over which nothing is divided; ``divided`` are stages with sharded leaves.
+
+    Where ranks are of unequal width, each rank of several devices is there for its own stages; else one sharded leaf is enough.
+    """
+    rules, num_shards = 'shardings=..., for example {"*/fc": "column", "*/proj": "row"}', placement.num_shards
+    if num_shards == 1 or (placement.is_even and divided):
+        return ()
+    if placement.is_even:
+        rule = "the devices along an axis of the mesh divide the work of a stage"
+        got = f'no parameter is sharded over "model": its {num_shards} devices hold and compute the same'
+        fix = f"pass {rules}, or a mesh without that axis"
+        return (DevicesWarning(f'mesh with the axis "model": {rule}.\n  Got: {got}.\n  Fix: {fix}.'),)
+    found = []
+    for rank, place in enumerate(placement.by_rank):
+        stages = [stage for stage, other in enumerate(placement.places) if other == place]
+        if place.num_shards > 1 and place not in placement.by_rank[:rank] and set(stages).isdisjoint(divided):
+            rule = "the devices of a rank divide the parameters of its stages"
+            names = ", ".join(map(str, stages))
+            got = f'no parameter of stage {names} is sharded over "model": its {place.num_shards} devices hold and compute the same'
+            found.append(DevicesWarning(f"devices, rank {rank}: {rule}.\n  Got: {got}.\n  Fix: pass {rules}, or one device there."))
+    return tuple(found)
 
 
 def _check_alike(devices: Sequence[Device]) -> None:

@@ -3,7 +3,8 @@
 ``Send.bind`` chooses, when a plan is made, the quickest function: ``jax.device_put``, or, where it does the same, the runtime's own
 copy (``not_public``). ``memory_copies`` moves residuals to host memory and back. Between processes both sides call the send, in the
 same order, because JAX numbers transfers as they are called: whoever lacks the value passes a stand-in, and whoever has it drops
-what it gets back. Where a place spans processes, each shard goes by itself.
+what it gets back. Where a place spans processes, each shard goes by itself. Between ranks of unequal width, a device sends the
+whole value, which its rank gathers first if it is divided there: ``jax.device_put`` would divide it anew on the host.
 """
 
 import functools
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.not_public import copies_memory, direct_copy, memory_copy
@@ -34,6 +35,7 @@ class Send:
     source: Home | None = None  # of every value that will be sent, if that is known; values of a caller are looked at one by one
     aval: Aval | None = None  # with all axes; needed between processes, as is the source
     taken: bool = False  # whether a later program may take over the buffer: then a copy is sent, for another process reads it later
+    regrouped: bool = False  # whether it goes to a rank of more, or of fewer, devices
 
     @property
     def num_bytes(self) -> int:
@@ -67,6 +69,8 @@ class Send:
         return give
 
     def _within_process(self) -> Move:
+        if self.regrouped:
+            return self._regroup()
         home, source = self.target, self.source
         put, copy, sources, plain = jax.device_put, *direct_copy(home), _array_type()
         if source is not None and as_sharding(source) in sources:
@@ -81,6 +85,18 @@ class Send:
             return (put(value, home),)
 
         return send_directly if sources else send
+
+    def _regroup(self) -> Move:
+        """From one device of the source, which has the whole value, to all of the target."""
+        send_one = Send(self.target)._within_process()
+
+        def send(value: Array) -> Sequence[Array]:
+            sharding = value.sharding
+            if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+                value = _gathered(sharding.mesh)(value)
+            return send_one(value.addressable_shards[0].data)
+
+        return send
 
     def _across(self, aval: Aval, source: Home) -> Move:
         """``jax.device_put`` in all processes, of the value or of what stands for it."""
@@ -118,6 +134,12 @@ class Send:
 def _array_type() -> type:
     """The class of arrays on devices; keys are of another."""
     return type(jnp.zeros(()))
+
+
+@functools.cache
+def _gathered(mesh: Mesh) -> Callable[[Array], Array]:
+    """What makes a value whole on each device of a mesh, along which it is divided."""
+    return jax.jit(lambda value: value, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _pairs(aval: Aval, source: Sharding, target: Sharding) -> list[tuple[Device, Device]]:

@@ -112,12 +112,13 @@ def trace(
     opened: bool = False,
     env: AxisEnv = (),
     axes: RankAxes | None = None,
+    rank: RankAxes | None = None,
     differentiable: bool = False,
 ) -> tuple[Graph, Tree]:
     """The flat graph of ``function`` at the shapes of ``args`` (arrays or shapes), and the tree of result shapes.
 
     ``env``: the axes over which it may communicate. With ``axes`` it is the user's, and moved to a rank with these axes; and so are
-    derivatives of its own, where it is ``differentiable``.
+    derivatives of its own, where it is ``differentiable``. With ``rank`` it was moved to the widest rank, and is moved to this one.
     """
     env = env if axes is None else axes.env
     made = jax.make_jaxpr(function, axis_env=env, return_shape=True)
@@ -128,6 +129,7 @@ def trace(
         eqns = [*closed.jaxpr.eqns, *(eqn for rule in rules.values() for eqn in rule.jaxpr.eqns)]
         said = divides(eqns), tuple(pair for pair in env if pair[0] in axes_named(eqns))
         closed = moved(closed, axes, rules)
+    closed = closed if rank is None else moved(closed, rank)
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     whole = Graph((), (), tuple(closed.jaxpr.invars), tuple(closed.jaxpr.outvars), constants, env, *said)
     flat = _Flattener(constants, CALLS | CUSTOM_RULES if opened else CALLS)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
+from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.estimate import CPU_RATES, Rates, seconds_of
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
@@ -106,6 +107,8 @@ class StageBuilder:
     scaled_by: int | None = None  # the number of the loss scale's leaf that the backward starts from, if it does not start from 1
     pack_below: int = 0  # bytes up to which values are packed
     rates: Rates = CPU_RATES  # of the devices, by which costs are estimated
+    speeds: Sequence[float] = ()  # how many times as fast as the narrowest rank that of each stage is; empty: all are alike
+    axes: Sequence[RankAxes] | None = None  # of the rank of each stage, where the loss names those of the widest rank
 
     def build(self, stage: int, piece: Piece, remat: RematPolicy) -> StageCode:
         """The programs of the stage that runs ``piece``; ``remat`` says what its forward keeps."""
@@ -133,7 +136,7 @@ class StageBuilder:
             params=tuple(sorted(ref.index for ref in programs.traced.inputs if ref.role == Role.PARAM)),
             flops=sum(cost for cost, i in zip(loss.flops, loss.spine, strict=True) if i in mine),
             backward_flops=programs.backward_flops if self.train else 0.0,
-            costs=programs.costs(self.rates),
+            costs=programs.costs(self.rates, self.speeds[stage] if self.speeds else 1.0),
             modules=tuple(dict.fromkeys(name for i, name in zip(loss.spine, loss.modules, strict=True) if name and i in mine)),
             calls_host=calls_host(programs.traced.graph.eqns),
         )
@@ -178,8 +181,10 @@ class StageBuilder:
         run = whole.function(body.piece.eqns, body.piece.inputs, [atom for _, atom in outputs])
         avals = shapes_of(body.piece.inputs)
         results = [ref for ref, _ in outputs]
+        rank = self.axes[body.stage] if self.axes else None
         if not self.train:
-            return TracedStage(trace(run, *avals, env=whole.env)[0], tuple(inputs), tuple(results), (), ())
+            graph, _ = trace(run, *avals, env=whole.env, rank=rank)
+            return TracedStage(graph, tuple(inputs), tuple(results), (), ())
         wants = [
             self._differentiable(ref, var) and (ref.role == Role.PARAM or body.stage in self.carried[ref.index])
             for ref, var in zip(inputs, body.piece.inputs, strict=True)
@@ -206,7 +211,7 @@ class StageBuilder:
                 sums[number] = sums[number] + value if number in sums else value
             return (outs, rest), pullback(list(sums.values()))
 
-        graph, _ = trace(both, avals, shapes, opened=True, env=whole.env)
+        graph, _ = trace(both, avals, shapes, opened=True, env=whole.env, rank=rank)
         differentiable, others = _divided(results, gives)
         returned = _divided(inputs, wants)[0]
         seeds = tuple(len(inputs) + k for k, ref in enumerate(cotangents) if ref.peer < 0)
@@ -401,12 +406,12 @@ class StagePrograms:
         """FLOPs of B."""
         return sum(count_flops(self.traced.graph.eqns[i]) for i in self._piece(BACKWARD).eqns)
 
-    def costs(self, rates: Rates) -> dict[str, float]:
-        """Seconds that F, B, I and W take, by kind."""
+    def costs(self, rates: Rates, speed: float) -> dict[str, float]:
+        """Seconds that F, B, I and W take, by kind, on devices of these rates that are together as fast as ``speed`` of them."""
         eqns, outputs = self.traced.graph.eqns, self.traced.graph.outputs
         pieces = {"F": self._piece(FORWARD), "B": self._piece(BACKWARD), "I": self._piece(_INPUT), "W": self._piece(_WEIGHT)}
         return {
-            kind: sum(seconds_of([eqns[i] for i in piece.eqns], [*piece.outputs, *outputs], rates))
+            kind: sum(seconds_of([eqns[i] for i in piece.eqns], [*piece.outputs, *outputs], rates)) / speed
             for kind, piece in pieces.items()
         }
 

@@ -133,7 +133,7 @@ class Stages(Sequence[Stage]):
             name = device_name(stage.device)
             shares[name] = shares.get(name, 0.0) + stage.seconds / total
         device, share = max(shares.items(), key=lambda item: item[1])
-        one = "one device" if device in {device_name(stage.home) for stage in self} else "one rank"
+        one = "one device" if any(device_name(stage.device) == device_name(stage.home) for stage in self) else "one rank"
         speed = f"{self._schedule} is about {self.speed_up:.3g} times as fast as {one}" if share else "no work is counted"
         return f"{sum(stage.num_params for stage in self):,} parameters; largest share {share:.1%}, on {device}; {speed}"
 

@@ -203,9 +203,13 @@ def line_liveness(
         elif line.crossing is not None:
             results = [line.crossing.num_bytes] * len(line.outputs)
         elif line.is_send:
-            (source,) = line.inputs
-            there = (homes or {}).get(source) if source.stage == CALLER else places[source.stage].shown
-            results = [0 if there == line.device else sizes[source]]
+            (source,), (target,) = line.inputs, line.outputs
+            there, size = (homes or {}).get(source), sizes[source]
+            if source.stage != CALLER:
+                there = places[source.stage].shown
+                if places[source.stage].num_shards != line.place.num_shards:
+                    size = size * places[source.stage].num_parts(source.ref) // line.place.num_parts(target.ref)
+            results = [0 if there == line.device else size]
         else:  # copies to host memory and back, and means over groups of replicas: each as large as its input
             results = [sizes[name] for name in line.inputs[: len(line.outputs)]]
         for name, size in zip(line.outputs, results, strict=True):

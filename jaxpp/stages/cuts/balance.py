@@ -29,17 +29,21 @@ SLACK = 0.05  # How much more than the least possible the largest stage may cost
 REAL_WORK = 0.01  # the part of the mean cost below which a stage counts as empty; where unavoidable, a hundredth of it is worse
 
 
-def balance(loss: TracedLoss, num_stages: int, slack: float = SLACK) -> Cuts:
-    """Cut for the smallest largest stage, but for ``slack``; then for stages that all have something to do, then for few bytes."""
+def balance(loss: TracedLoss, num_stages: int, slack: float = SLACK, speeds: Sequence[float] = ()) -> Cuts:
+    """Cut for the smallest largest stage, but for ``slack``; then for stages that all have something to do, then for few bytes.
+
+    Stages are as large as their cost by their ``speeds``, how many times as fast as the narrowest rank the rank of each is.
+    """
     _check_size(loss, num_stages)
     if num_stages == 1:
         return ()
     total = prefix_sums(loss)
-    least = least_largest(loss, num_stages)
+    least = least_largest(loss, num_stages, speeds)
     if least is None:
         raise _divided(loss, num_stages)
-    first = np.searchsorted(total, total - (1 + slack) * least * (1 + 1e-12))
-    return balance_within(loss, np.tile(first, (num_stages, 1)))
+    most = (1 + slack) * least * (1 + 1e-12)
+    first = [np.searchsorted(total, total - speed * most) for speed in speeds or [1.0] * num_stages]
+    return balance_within(loss, np.asarray(first))
 
 
 def balance_within(loss: TracedLoss, first: Int[np.ndarray, "stages ends"]) -> Cuts:
@@ -47,26 +51,29 @@ def balance_within(loss: TracedLoss, first: Int[np.ndarray, "stages ends"]) -> C
     return _cheapest(loss, first, np.zeros(first.shape), _charged(loss, len(first)))
 
 
-def least_largest(loss: TracedLoss, num_stages: int) -> float | None:
-    """The least that the largest of ``num_stages`` stages can cost, over all cuts; None if model state leaves too few places."""
+def least_largest(loss: TracedLoss, num_stages: int, speeds: Sequence[float] = ()) -> float | None:
+    """The least that the largest of ``num_stages`` stages can cost, over all cuts; None if model state leaves too few places.
+
+    Costs are divided by the ``speeds`` of the stages, if there are any.
+    """
     total = prefix_sums(loss)
     allowed = [k for k in range(1, len(total) - 1) if k not in loss.barred]
     if len(allowed) < num_stages - 1:
         return None
-    return _least(total[[*allowed, len(total) - 1]], num_stages)
+    return _least(total[[*allowed, len(total) - 1]], num_stages, speeds)
 
 
-def _least(sums: Float[np.ndarray, " ends"], num_stages: int) -> float:
+def _least(sums: Float[np.ndarray, " ends"], num_stages: int, speeds: Sequence[float] = ()) -> float:
     """The least that the largest of ``num_stages`` stages can cost, each of which ends where ``sums`` has been passed."""
 
     def reach(limit: float) -> float:
         """The largest stage if each is as long as ``limit`` lets it be; infinite if that takes more stages than there are."""
         start, largest, at = 0.0, 0.0, -1
-        for _ in range(num_stages):
-            last = int(np.searchsorted(sums, start + limit, side="right")) - 1
+        for speed in speeds or [1.0] * num_stages:
+            last = int(np.searchsorted(sums, start + speed * limit, side="right")) - 1
             if last <= at:
                 return np.inf
-            largest, start, at = max(largest, float(sums[last] - start)), float(sums[last]), last
+            largest, start, at = max(largest, float(sums[last] - start) / speed), float(sums[last]), last
             if at == len(sums) - 1:
                 return largest
         return np.inf
@@ -314,14 +321,19 @@ def check_giant(loss: TracedLoss, num_stages: int) -> None:
     raise CutError(f"num_stages={num_stages}", rule, got, fix)
 
 
-def uneven(loss: TracedLoss, cuts: Cuts) -> UnevenStagesWarning | None:
-    """What to warn of: the largest stage of the best cut costs more than ``UNEVEN`` times the mean. None if it does not."""
+def uneven(loss: TracedLoss, cuts: Cuts, speeds: Sequence[float] = ()) -> UnevenStagesWarning | None:
+    """What to warn of: the largest stage of the best cut costs more than ``UNEVEN`` times the mean. None if it does not.
+
+    Where ranks have unequal ``speeds``, it takes more than ``UNEVEN`` times as long as if all had work by their speeds.
+    """
     num_stages = len(cuts) + 1
+    speeds = speeds or (1.0,) * num_stages
     costs = np.asarray(loss.costs)
     stages = [costs[start:end] for start, end in zip([0, *cuts], [*cuts, len(costs)], strict=True)]
     sums = [float(stage.sum()) for stage in stages]
-    total, largest = sum(sums), int(np.argmax(sums))
-    if sums[largest] <= UNEVEN * total / num_stages * (1 + 1e-6):
+    times = [each / speed for each, speed in zip(sums, speeds, strict=True)]
+    total, largest = sum(sums), int(np.argmax(times))
+    if times[largest] <= UNEVEN * total / sum(speeds) * (1 + 1e-6):
         return None
     start = [0, *cuts][largest]
     weights: dict[str, float] = {}
@@ -331,24 +343,26 @@ def uneven(loss: TracedLoss, cuts: Cuts) -> UnevenStagesWarning | None:
     module, weight = max(weights.items(), key=lambda item: item[1])
     heaviest = start + int(np.argmax(stages[largest]))
     eqn = loss.graph.eqns[loss.spine[heaviest]]
-    share = sums[largest] / total
+    share, faster, ratio = sums[largest] / total, total / times[largest], times[largest] * sum(speeds) / total
+    mean = "the mean" if len(set(speeds)) == 1 else "the part of its devices"
     lines = [
         f"num_stages={num_stages}: the stages are uneven, and no other cut of this {loss.noun} is much better.",
-        f"Got: stage {largest} does {share:.0%} of the work, {share * num_stages:.1f} times the mean, so {num_stages} stages are "
-        f"at most {1 / share:.2f} times as fast as one device. {module} weighs most in it: {weight / total:.0%} of the work, "
+        f"Got: stage {largest} does {share:.0%} of the work, {ratio:.1f} times {mean}, so {num_stages} stages are "
+        f"at most {faster:.2f} times as fast as one device. {module} weighs most in it: {weight / total:.0%} of the work, "
         f"{_share(loss, heaviest):.0%} in one {eqn.primitive.name}.",
-        f"Fix: {_divide_head(loss, heaviest, num_stages, 1 / share)}"
-        f"{_remedy(loss, range(start + 1, start + len(stages[largest])), eqn, num_stages)}.",
+        f"Fix: {_divide_head(loss, heaviest, speeds, faster)}"
+        f"{_remedy(loss, range(start + 1, start + len(stages[largest])), eqn, speeds)}.",
     ]
     return UnevenStagesWarning("\n  ".join(lines))
 
 
-def _divide_head(loss: TracedLoss, heaviest: int, num_stages: int, speed: float) -> str:
+def _divide_head(loss: TracedLoss, heaviest: int, speeds: Sequence[float], speed: float) -> str:
     """What dividing a language model's head would gain, and the line to write; nothing if that is not what weighs most."""
     head = head_of(loss, heaviest)
     if head is None:
         return ""
-    divided = sum(head.costs) / _least(np.cumsum(np.asarray(head.costs)), num_stages)
+    num_stages = len(speeds)
+    divided = sum(head.costs) / _least(np.cumsum(np.asarray(head.costs)), num_stages, speeds)
     if divided < GAIN * speed:
         return ""
     line = f"jaxpp.linear_cross_entropy(hidden, table, labels{', bias=bias' * head.has_bias}).mean()"
@@ -357,9 +371,9 @@ def _divide_head(loss: TracedLoss, heaviest: int, num_stages: int, speed: float)
     return f"return the hidden states, and write {line} for {what}: {gain}; or "
 
 
-def _remedy(loss: TracedLoss, inside: range, eqn: JaxprEqn, num_stages: int) -> str:
-    total = sum(loss.costs)
-    fits = [n for n in range(2, num_stages) if (least_largest(loss, n) or total) * n <= UNEVEN * total]
+def _remedy(loss: TracedLoss, inside: range, eqn: JaxprEqn, speeds: Sequence[float]) -> str:
+    total, counts = sum(loss.costs), range(2, len(speeds) if len(set(speeds)) == 1 else 0)
+    fits = [n for n in counts if (least_largest(loss, n) or total) * n <= UNEVEN * total]
     fewer = f"pass num_stages={fits[-1]}" if fits else "use one device, or data parallelism alone"
     held = sorted({loss.barred[k] for k in inside if k in loss.barred})
     if held:

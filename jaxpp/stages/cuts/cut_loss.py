@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 from jax.extend.core import JaxprEqn, Var
 
+from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.estimate import CPU_RATES, Rates
@@ -59,12 +60,15 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     scaled_by: int | None = None,
     pack: bool = True,
     rates: Rates = CPU_RATES,
+    speeds: Sequence[float] = (),
+    axes: Sequence[RankAxes] | None = None,
 ) -> CutLoss:
     """Cut a traced loss at ``cuts`` and build the programs of every stage.
 
     ``packs`` and ``state_owner`` (of the leaves that nothing on the spine makes) are what another trace has decided, if any.
     Boundary s of ``cut_gradient`` lies between stages s and s + 1. The backward starts from the loss scale's leaf ``scaled_by``, if
-    not from 1; ``rates`` are those of the devices.
+    not from 1; ``rates`` are those of the devices, ``speeds`` says how many of them share the work of each stage. ``axes``: of the
+    ranks of the stages, where the loss names those of the widest rank.
     """
     graph = loss.graph
     ends = [*cuts, len(loss.spine)]
@@ -85,7 +89,7 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     rows = frozenset(reducers or ())
     below = SMALL * pack
     builder = StageBuilder(
-        loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train, scaled_by, below, rates
+        loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train, scaled_by, below, rates, speeds, axes
     )
     policies = remat or (RematPolicy(),) * len(ends)
     stages = tuple(builder.build(k, pieces.get(k, Piece()), policies[k]) for k in range(len(ends)))

@@ -1,0 +1,548 @@
+"""Ranks of unequal width: a list in devices= is a rank of several devices, over which the parameters of its stages are divided."""
+
+import contextlib
+import itertools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxpp
+from jaxpp.engine.engine import open_engine
+from jaxpp.errors import ArgumentError
+from jaxpp.observe.memory.ledger import live_bytes
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, step_liveness
+from jaxpp.options import Options
+from jaxpp.runtime.send import Send
+from jaxpp.verify import oracle
+from tests.models import gpt_case, mlp_case
+
+P = PartitionSpec
+LONG, SLOW = pytest.mark.long, pytest.mark.slow
+D = jax.devices()
+WIDE_FIRST, WIDE_LAST, THREE = ([D[0], D[1]], D[2]), (D[0], [D[1], D[2]]), ([D[0], D[1]], [D[2]], [D[3], D[4], D[5], D[6]])
+RULES = {
+    "mlp": {"dense_[024]": "column", "dense_[135]": "row"},
+    "gpt": {"*/fc": "column", "*/proj": "row", "embed": "embedding"},
+}
+CASES = {
+    "mlp": lambda: mlp_case("float64", batch_size=16, depth=5),
+    "gpt": lambda: gpt_case("float64", batch_size=12, depth=1, width=8),
+    "deep gpt": lambda: gpt_case("float64", batch_size=12),
+}
+WEIGHTS = {"a": P(None, "model"), "b": P("model", None), "c": P(None, "model"), "d": P("model", None)}
+SETS = [{k: jnp.asarray(np.random.default_rng(n).normal(size=(8, 8)) / 2, jnp.float32) for k in "abcd"} for n in range(3)]
+BATCH = jnp.linspace(-1, 1, 16 * 8).reshape(16, 8)
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def wide(tree):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, "float64") if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
+
+
+def chain(params, x, between=lambda x: x):
+    for name in "abcd":
+        x = jnp.tanh(between(x @ params[name]))
+    return jnp.mean(x**2)
+
+
+def tied(params, x):
+    """Reads the first matrix again at the end."""
+    return chain(params, x) + jnp.mean((jnp.tanh(x @ params["d"]) @ params["a"].T) ** 2)
+
+
+def adam():
+    return optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2, eps=1e-3))
+
+
+def pipeline(loss_fn, devices, optimizer=None, **options):
+    given = {"num_stages": len(devices), "num_microbatches": 4, "shardings": WEIGHTS} | options
+    return jaxpp.Pipeline(loss_fn, optimizer or adam(), devices=devices, **given)
+
+
+def layout_of(loss_fn, devices, params, batch, **options):
+    """What the first batch decides, and nothing is compiled for."""
+    given = {"num_stages": len(devices), "num_microbatches": 2, "shardings": WEIGHTS, "weight": None, "cuts": None} | options
+    return open_engine(Options.of(loss_fn, devices=devices, **given), None, (params,), batch, None).layout
+
+
+def of_case(case, devices, **options):
+    return pipeline(case.loss_fn, devices, has_aux=True, **{"shardings": RULES[case.name]} | options)
+
+
+def near(got, want):
+    chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=0, atol=1e-12)
+
+
+def plain(loss_fn, params, batch, key, num_steps, optimizer=None, num_microbatches=4, **options):
+    """The loss of the last of some steps of optax on one device, and the parameters after it."""
+    optimizer = optimizer or adam()
+    opt_state, loss = optimizer.init(params), None
+    step = jax.jit(lambda params, key: oracle(loss_fn, params, batch, key, num_microbatches, **options))
+    for number in range(num_steps):
+        loss, _, grads = step(params, None if key is None else jax.random.fold_in(key, number))
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return loss, params
+
+
+def trained(pipe, state, batch, key, num_steps, **options):
+    metrics = None
+    for number in range(num_steps):
+        state, metrics = pipe.step(state, batch, None if key is None else jax.random.fold_in(key, number), **options)
+    return state, metrics
+
+
+def check(pipe, case, num_steps=3, **options):
+    """Some steps equal those of optax on one device."""
+    state, metrics = trained(pipe, pipe.init(case.params, case.batch), case.batch, case.key, num_steps, **options)
+    loss, params = plain(case.loss_fn, case.params, case.batch, case.key, num_steps, has_aux=True, reducers=case.reducers)
+    near((metrics.loss, state.params), (loss, params))
+    return state
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """A context in which the host reads no array; it may read scalars, as norms are looked at."""
+    plainly = type(jnp.zeros(()))._value.fget
+
+    @contextlib.contextmanager
+    def forbidden():
+        def read(array):
+            if not array.shape:
+                return plainly(array)
+            return pytest.fail(f"an array on {array.sharding} is read by the host")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(jnp.zeros(())), "_value", property(read))
+            yield
+
+    return forbidden
+
+
+def test_steps_equal_those_of_optax_on_one_device_with_a_leaf_tied_across_the_widths(unread):
+    params, batch = wide(SETS[0]), wide(BATCH)
+    pipe = pipeline(tied, WIDE_FIRST, cuts=["d"])
+    state, _ = pipe.step(pipe.init(params, batch), batch)
+    with unread():
+        state, metrics = trained(pipe, state, batch, None, 2)
+    near((metrics.loss, state.params), plain(tied, params, batch, None, 3))
+    assert [stage.borrowed for stage in pipe.stages] == [(), ("a",)]
+    shapes = {name: leaf.addressable_shards[0].data.shape for name, leaf in state.params.items()}
+    assert shapes == {"a": (8, 4), "b": (4, 8), "c": (8, 4), "d": (8, 8)}, "the wide rank has a part of each of its leaves"
+    moments = state.opt_state[1][0].mu
+    assert {name: leaf.sharding for name, leaf in moments.items()} == {n: leaf.sharding for n, leaf in state.params.items()}
+
+
+@pytest.mark.parametrize(
+    ("devices", "part"), [(WIDE_FIRST, 2 / 3), (WIDE_LAST, 1 / 3), ((D[:2], D[2:4]), 1 / 2), ((D[:3], D[3]), 3 / 4)]
+)
+def test_a_rank_of_two_devices_gets_twice_the_work(devices, part):
+    params = {f"w{k:02}": jnp.ones((6, 6)) for k in range(12)}
+
+    def loss_fn(params, x):
+        for name in sorted(params):
+            x = jnp.tanh(x @ params[name])
+        return jnp.mean(x)
+
+    layout = layout_of(loss_fn, devices, params, jnp.ones((4, 6)), shardings={"*": "column"})
+    assert layout.owner.count(0) == round(12 * part)
+
+
+def test_a_warning_of_uneven_stages_counts_the_devices_of_each_rank():
+    (warning,) = layout_of(chain, THREE, SETS[0], jnp.ones((64, 8))).warnings
+    said = r"stage 1 does (\d+)% of the work, (\S+) times the part of its devices, so 3 stages are at most (\S+) times as fast"
+    found = re.search(said, str(warning))
+    assert found, warning
+    share, ratio, speed = map(float, found.groups())
+    assert ratio == pytest.approx(7 * share / 100, abs=0.1) and speed == pytest.approx(100 / share, abs=0.1)
+
+
+@LONG
+def test_the_table_estimates_times_by_the_devices_of_a_rank():
+    given = {"num_stages": 2, "num_microbatches": 64, "shardings": WEIGHTS, "cuts": ["c"]}
+    shapes, batch = jax.eval_shape(lambda: SETS[0]), jax.ShapeDtypeStruct((1 << 18, 8), jnp.float32)
+    tables = []
+    for devices in (([D[0], D[1]], D[2]), ([D[0], D[1]], [D[2], D[3]])):
+        pipe = jaxpp.Pipeline(chain, optax.sgd(0.1), devices=devices, **given)
+        pipe.abstract_state(shapes, batch)
+        tables.append(pipe.stages)
+    uneven, even = tables
+    assert uneven[0].seconds == pytest.approx(even[0].seconds / 2)
+    assert uneven[1].seconds == pytest.approx(even[1].seconds)
+    assert "times as fast as one device" in str(uneven) and "times as fast as one rank" in str(even)
+    work = 2 * uneven[0].seconds + uneven[1].seconds
+    assert 0.9 < uneven.speed_up / (work / max(stage.seconds for stage in uneven)) < 1
+    assert "cpu:0 1 (2 model)" in str(uneven)
+
+
+def test_a_divided_value_goes_to_a_rank_of_another_width_without_the_host(unread):
+    two, four = (Mesh(np.array([D[a:b]]), ("data", "model")) for a, b in ((0, 2), (3, 7)))
+    whole, columns, rows = P(), P(None, "model"), P("model", None)
+    homes = [D[2], *(NamedSharding(mesh, spec) for mesh in (two, four) for spec in (whole, columns, rows))]
+    values = [jax.device_put(jnp.arange(64.0).reshape(8, 8), home) for home in homes]
+    for value, home in itertools.product(values, homes):
+        send = Send(home, regrouped=True).bind()
+        with unread():
+            (arrived,) = send(value)
+        assert arrived.sharding == (home if isinstance(home, NamedSharding) else jax.sharding.SingleDeviceSharding(home))
+        np.testing.assert_array_equal(arrived, np.arange(64.0).reshape(8, 8))
+
+
+ODD = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 5)), "c": jnp.ones((5, 8)), "d": jnp.ones((8, 8))}
+ODD_TIED = {"a": jnp.ones((8, 5)), "b": jnp.ones((5, 8)), "c": jnp.ones((8, 8)), "d": jnp.ones((8, 5))}
+REFUSED = {
+    "replicas of ranks of several devices": (
+        lambda: pipeline(chain, WIDE_FIRST, data_parallel=2),
+        "devices, data_parallel=2: a list of devices in devices= is a rank of one replica.",
+        "ranks of 2, 1 devices.",
+        'pass mesh=jax.make_mesh((2, 2, 2), ("pipe", "data", "model")) for replicas of ranks of as many devices each.',
+    ),
+    "a mesh too": (
+        lambda: pipeline(chain, WIDE_FIRST, mesh=jax.make_mesh((2, 2), ("pipe", "model"))),
+        "mesh: the mesh says which devices there are, and how many replicas.",
+        "devices or data_parallel too.",
+        "leave devices and data_parallel out.",
+    ),
+    "a device in two ranks": (
+        lambda: pipeline(chain, ([D[0], D[1]], D[1])),
+        "devices: a device stands once in a rank, and two ranks have all their devices in common, in the same order, or none.",
+        f"devices[0]: ({D[0]!r}, {D[1]!r})\n       devices[1]: {D[1]!r}.",
+        "name each device once.",
+    ),
+    "a device twice in a rank": (
+        lambda: pipeline(chain, ([D[0], D[0]], D[1])),
+        "devices: a device stands once in a rank, and two ranks have all their devices in common, in the same order, or none.",
+        f"devices[0]: ({D[0]!r}, {D[0]!r}).",
+        "name each device once.",
+    ),
+    "numbers in a rank": (
+        lambda: pipeline(chain, ([0, 1], [])),
+        "devices: each entry of a list of devices is a rank: a device of JAX's, or a list of such devices.",
+        "devices[0]: (0, 1)\n       devices[1]: ().",
+        "pass for example devices=[jax.devices()[:2], *jax.devices()[2:4]].",
+    ),
+    "what is measured": (
+        lambda: pipeline(chain, WIDE_FIRST, balance="time"),
+        "balance='time': what a stage takes or holds is found before it is known on how many devices it will be.",
+        "ranks of 2, 1 devices.",
+        "leave balance out, and a rank gets work in proportion to its devices; or pass cuts=[...].",
+    ),
+    "a search": (
+        lambda: jaxpp.tune(chain, optax.sgd(0.1), SETS[0], BATCH, devices=WIDE_FIRST),
+        "devices: a pipeline runs on a list of JAX's devices, one a rank.",
+        f"devices[0]: [{D[0]!r}, {D[1]!r}].",
+        'jaxpp.tune tries ranks of as many devices each: pass mesh=jax.make_mesh((2, 2), ("pipe", "model")).',
+    ),
+    "what a rank cannot share evenly": (
+        lambda: pipeline(chain, WIDE_FIRST, cuts=["d"], shardings={"b": "column"}).abstract_state(ODD, jnp.ones((8, 8))),
+        'shardings: axes of a parameter may be sharded over "model", evenly.',
+        f"b, f32[8,5]: {P(None, 'model')} is not divisible by 2, the devices of a rank that holds it.",
+        "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...].",
+    ),
+    "what a rank that only reads it cannot share evenly": (
+        lambda: pipeline(tied, WIDE_LAST, cuts=["d"], shardings={"a": "column"}).abstract_state(ODD_TIED, jnp.ones((8, 8))),
+        'shardings: axes of a parameter may be sharded over "model", evenly.',
+        f"a, f32[8,5]: {P(None, 'model')} is not divisible by 2, the devices of a rank that holds it.",
+        "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...].",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_ranks_of_unequal_width_cannot_do_is_refused(name):
+    call, where, got, fix = REFUSED[name]
+    with pytest.raises(ArgumentError) as raised:
+        call()
+    assert str(raised.value) == f"{where}\n  Got: {got}\n  Fix: {fix}"
+
+
+def test_a_leaf_that_only_narrow_ranks_hold_may_have_any_size():
+    layout = layout_of(chain, WIDE_LAST, ODD, jnp.ones((8, 8)), cuts=["d"], shardings={"b": "column", "d": "row"})
+    assert layout.owner == (0, 0, 0, 1)
+
+
+def test_a_wide_rank_on_which_nothing_is_divided_is_warned_of_and_no_other():
+    devices = [D[0], D[1]], D[2], [D[3], D[4]]
+    (warning,) = layout_of(chain, devices, SETS[0], BATCH, cuts=["b", "c"], shardings={"d": "row"}).warnings
+    assert isinstance(warning, jaxpp.DevicesWarning) and str(warning).startswith("devices, rank 0: ")
+    assert 'no parameter of stage 0 is sharded over "model": its 2 devices hold and compute the same' in str(warning)
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.UnevenStagesWarning")  # six stages of six layers
+@pytest.mark.parametrize(
+    ("model", "devices", "schedule", "stages"),
+    [
+        pytest.param("mlp", WIDE_LAST, "zb-v", 4, marks=LONG),
+        pytest.param("mlp", THREE, "interleaved", 6, marks=SLOW),
+        pytest.param("gpt", WIDE_LAST, "1f1b", 2, marks=LONG),
+        *(
+            pytest.param(model, devices, schedule, stages, marks=SLOW)
+            for model in ("mlp", "deep gpt")
+            for devices in (WIDE_FIRST, WIDE_LAST, ([D[0], D[1]], [D[2], D[3], D[4], D[5]]))
+            for schedule, stages in (("1f1b", 2), ("zb-h1", 2), ("zb-v", 4), ("interleaved", 4), ("gpipe", 2), ("auto", 2))
+        ),
+        pytest.param("deep gpt", THREE, "1f1b", 3, marks=SLOW),
+        pytest.param("deep gpt", THREE, "auto", 3, marks=SLOW),
+    ],
+)
+def test_models_train_as_optax_does_whatever_the_schedule(model, devices, schedule, stages):
+    case = CASES[model]()
+    pipe = of_case(case, devices, schedule=schedule, num_stages=stages)
+    state = check(pipe, case)
+    if model == "mlp":
+        pipe.verify(state, case.batch)
+
+
+@LONG
+def test_devices_beyond_those_of_the_ranks_do_not_count():
+    params, batch = wide(SETS[0]), wide(BATCH)
+    mesh = Mesh(np.array(D[2:4]), ("model",))
+
+    def loss_fn(params, batch):
+        return chain(params, batch, constrained(mesh))
+
+    pipe = pipeline(loss_fn, (D[0], D[1], [D[2], D[3]]), num_stages=2, shardings=None)
+    state, metrics = trained(pipe, pipe.init(params, batch), batch, None, 2)
+    near((metrics.loss, state.params), plain(loss_fn, params, batch, None, 2))
+
+
+@LONG
+def test_a_forecast_says_that_a_step_does_not_fit():
+    mesh = Mesh(np.array(D[:2]), ("model",))
+    pipe = pipeline(lambda params, batch: chain(params, batch, constrained(mesh)), WIDE_LAST)
+    forecast = pipe.forecast(jax.eval_shape(lambda: SETS[0]), jax.ShapeDtypeStruct((64, 8), jnp.float32), hbm=1 << 12)
+    assert not forecast.fits
+
+
+@LONG
+def test_evaluate_profile_and_forecast_know_each_rank():
+    case = CASES["mlp"]()
+    pipe = of_case(case, WIDE_LAST)
+    state, _ = trained(pipe, pipe.init(case.init, jax.random.key(0), case.batch), case.batch, None, 1)
+    loss, *_ = oracle(case.loss_fn, jax.device_get(state.params), case.batch, None, 4, has_aux=True, reducers=case.reducers)
+    near(pipe.evaluate(state, case.batch).loss, loss)
+    assert "cpu:1 2 (2 model)" in str(pipe.profile(state, case.batch))
+    held = dict.fromkeys(D[:3], 0)
+    for leaf in jax.tree.leaves((state.params, state.opt_state)):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    forecast = pipe.forecast(jax.eval_shape(lambda: case.params), case.batch)
+    parameters, optimizer = (MEMORY_KINDS.index(kind) for kind in ("parameters", "optimizer"))
+    said = [row.kinds[parameters] + row.kinds[optimizer] for row in forecast.stages]
+    assert said == [held[D[0]], held[D[1]]] and held[D[1]] == held[D[2]]
+
+
+@pytest.mark.parametrize("devices", [pytest.param(WIDE_FIRST, marks=SLOW), pytest.param(WIDE_LAST, marks=LONG)])
+def test_each_device_holds_what_the_account_says_after_every_instruction(devices):
+    case = CASES["gpt"]()
+    batch, key = jax.device_put((case.batch, case.key), D[7])
+    pipe = of_case(case, devices)
+    state = pipe.init(case.params, case.batch)
+    engine = pipe.engine
+    _, lowered = engine.plan("update", batch, key)
+    liveness, own = step_liveness(engine, lowered), engine.copy(engine.leaves(state.held))
+    before = {device: live_bytes(device) - liveness.levels[device][0].sum() for device in liveness.devices}
+    moment = 0
+
+    def look(instruction, _run):
+        nonlocal moment
+        moment += 1
+        for device in liveness.devices:
+            assert live_bytes(device) - before[device] == liveness.levels[device][moment].sum(), (instruction.label, device)
+
+    engine.run("update", own, batch, key, observer=look)
+    assert moment == len(liveness.lines)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"loss_scale": DynamicScale(scale=2.0**10)}, marks=LONG),
+        pytest.param({"remat": "recompute"}, marks=SLOW),
+        pytest.param({"remat": "offload"}, marks=SLOW),
+    ],
+)
+def test_options_mean_the_same(options):
+    case = CASES["mlp"]()
+    check(of_case(case, WIDE_LAST, **options), case)
+
+
+@LONG
+def test_a_step_may_leave_the_state_before_it_as_it_was():
+    case = CASES["mlp"]()
+    pipe = of_case(case, WIDE_FIRST)
+    state = pipe.init(case.params, case.batch)
+    new, _ = pipe.step(state, case.batch, donate=False)
+    near(state.params, case.params)
+    again, _ = pipe.step(state, case.batch)
+    near(again.params, new.params)
+
+
+@LONG
+def test_frozen_leaves_stay_as_they_are_on_both_widths():
+    params, batch = wide(SETS[0]), wide(BATCH)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    pipe = pipeline(chain, WIDE_FIRST, optimizer, trains=("b", "d"))
+    state, _ = trained(pipe, pipe.init(params, batch), batch, None, 3)
+
+    def of_trained(some, batch):
+        return chain(params | some, batch)
+
+    _, found = plain(of_trained, {name: params[name] for name in "bd"}, batch, None, 3, optimizer)
+    near(state.params, params | found)
+
+
+def counted(params, counts, x):
+    """Each stage has a running mean of its own."""
+    new = {}
+    for name in "abcd":
+        x = jnp.tanh(x @ params[name])
+        new[name] = 0.9 * counts[name] + 0.1 * jax.lax.stop_gradient(x).sum(0)
+        x = x + counts[name]
+    return jnp.mean(x**2), (new, {})
+
+
+@LONG
+def test_model_state_passes_from_microbatch_to_microbatch_on_ranks_of_each_width():
+    params, batch = wide(SETS[0]), wide(BATCH)
+    counts = {name: jnp.zeros(8) for name in "abcd"}
+    pipe = pipeline(counted, WIDE_FIRST, has_state=True)
+    state = pipe.init((params, counts), batch)
+    optimizer, opt_state = adam(), adam().init(params)
+    for _ in range(3):
+        state, metrics = pipe.step(state, batch)
+        loss, _, grads, counts = oracle(counted, params, batch, None, 4, has_aux=True, model_state=counts)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    near((metrics.loss, state.params, state.model_state), (loss, params, counts))
+
+
+@LONG
+def test_stacked_layers_are_cut_into_slices_by_width_and_each_is_divided():
+    params = wide({"w": jax.random.normal(jax.random.key(0), (8, 4, 4)) / 2, "out": jnp.ones((4, 2))})
+    batch = wide(BATCH[:, :4])
+
+    def loss_fn(params, x):
+        x, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])
+        return jnp.mean((x @ params["out"]) ** 2)
+
+    pipe = pipeline(loss_fn, (D[0], [D[1], D[2]], D[3]), shardings={"w": P(None, None, "model")})
+    state, metrics = trained(pipe, pipe.init(params, batch), batch, None, 3)
+    near((metrics.loss, state.params), plain(loss_fn, params, batch, None, 3))
+    assert [stage.params for stage in pipe.stages][:2] == [("w/0:2",), ("w/2:6",)]
+
+
+@LONG
+def test_a_restored_state_goes_on_with_the_same_bits(tmp_path):
+    params, batch = wide(SETS[0]), wide(BATCH)
+    pipe = pipeline(tied, WIDE_FIRST)
+    state, _ = trained(pipe, pipe.init(params, batch), batch, None, 2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    other = pipeline(tied, WIDE_FIRST)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state", other.abstract_state(params, batch))
+    assert [leaf.sharding for leaf in restored.params.values()] == [leaf.sharding for leaf in state.params.values()]
+    state, restored = trained(pipe, state, batch, None, 2)[0], trained(other, restored, batch, None, 2)[0]
+    chex.assert_trees_all_equal(restored, state)
+
+
+def constrained(mesh):
+    return lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, "model")))
+
+
+def mapped(mesh):
+    def function(x, w):
+        return jax.lax.psum(x @ w, "model")
+
+    run = jax.shard_map(function, mesh=mesh, in_specs=(P(None, "model"), P("model", None)), out_specs=P())
+    return lambda x: run(x, jnp.eye(8, dtype=x.dtype))
+
+
+def with_its_own_derivative(mesh):
+    divided = constrained(mesh)
+    twice = jax.custom_vjp(lambda x: 2 * divided(x))
+    twice.defvjp(lambda x: (2 * divided(x), None), lambda _, g: (2 * divided(g),))
+    return twice
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.UnevenStagesWarning")
+@pytest.mark.parametrize("between", [constrained, mapped, with_its_own_derivative])
+@pytest.mark.parametrize(
+    ("devices", "size"),
+    [
+        pytest.param(WIDE_FIRST, 2, marks=LONG),
+        pytest.param(THREE, 4, marks=SLOW),
+        pytest.param(THREE, 2, marks=SLOW),
+    ],
+)
+def test_the_users_own_sharding_is_that_of_a_wide_rank_and_nothing_on_a_narrow_one(devices, size, between):
+    """A map whose size is not that of the widest rank, or on another rank, is of all blocks on each device."""
+    mesh = Mesh(np.array(D[:size]), ("model",))
+
+    def loss_fn(params, batch):
+        return chain(params, batch, between(mesh))
+
+    params, batch = wide(SETS[0]), wide(BATCH)
+    pipe = pipeline(loss_fn, devices)
+    state, metrics = trained(pipe, pipe.init(params, batch), batch, None, 3)
+    near((metrics.loss, state.params), plain(loss_fn, params, batch, None, 3))
+    (cut,) = pipe.engine.preparer.step(batch, None).cuts
+    texts = [str(jax.make_jaxpr(code.forward.function)(*code.forward.avals)) for code in cut.stages]
+    widths = [np.size(rank) for rank in devices]
+    word, divided = "sharding_constraint", [width > 1 for width in widths]
+    if between is mapped:
+        word, divided = "shard_map", [width == size == max(widths) for width in widths]
+    assert [word in text for text in texts] == divided
+
+
+@LONG
+def test_forwards_and_generations_equal_those_of_one_device():
+    case = CASES["gpt"]()
+    batch = case.batch[:, :-1]
+
+    def fn(params, batch):
+        return case.model.apply({"params": params}, batch, deterministic=True)
+
+    found = []
+    for devices, rules in ((WIDE_FIRST, RULES["gpt"]), (D[:2], None)):
+        forward = jaxpp.Forward(fn, num_stages=2, num_microbatches=2, devices=devices, shardings=rules)
+        params = forward.init(case.params, batch)
+        sampling = {"sample": jaxpp.Sampling(temperature=1.0), "key": jax.random.key(3)}
+        tokens = forward.generate(params, *jaxpp.decoder(case.model, 8), [[1, 2], [3]], 3, **sampling).collect()
+        found.append((list(forward.stream(params, [batch, batch + 1])), tokens))
+    (outputs, tokens), (wanted, expected) = found
+    near(outputs, wanted)
+    chex.assert_trees_all_equal(tokens, expected)
+
+
+@LONG
+def test_sets_of_a_bank_visit_ranks_of_each_width():
+    shared, *sets = map(wide, SETS)
+    batch = wide(BATCH)
+
+    def loss_fn(params, own, batch):
+        return chain(jax.tree.map(jnp.add, params, own), batch)
+
+    found = []
+    for devices, rules in ((WIDE_FIRST, {f"*{name}": rule for name, rule in WEIGHTS.items()}), (D[:2], None)):
+        bank = jaxpp.Bank(dict(zip("st", sets, strict=True)), optax.adam(1e-2, eps=1e-3))
+        pipe = pipeline(loss_fn, devices, bank=bank, shardings=rules)
+        state = pipe.init(shared, batch)
+        for task in "stst":
+            state, metrics = pipe.step(state, batch, task=task)
+        found.append((metrics.loss, state.params, bank.params("s"), bank.params("t")))
+    near(*found)
