@@ -41,6 +41,7 @@ from jaxpp.stages.jaxpr import (
     in_mesh,
     inner_jaxprs,
     is_named,
+    is_typed,
     kind_of,
     mesh_of,
     named_axes,
@@ -470,6 +471,8 @@ class _Mover:
             return scope.mesh
         if isinstance(value, NamedSharding):
             return _UNSPECIFIED if name in ("in_shardings", "out_shardings") else None
+        if is_typed(value):  # a kernel says so of its results and of the blocks of its operands
+            return aval_of(self._fresh(Var(value), scope))
         return value
 
     def _constraint(self, eqn: JaxprEqn, sharding: Sharding, scope: _Scope) -> Lines:
