@@ -252,6 +252,18 @@ def constraint_of(eqn: JaxprEqn) -> Sharding | None:
     return eqn.params.get("sharding", eqn.params.get("dst_sharding"))
 
 
+def without_sharding(eqn: JaxprEqn, axis: int) -> JaxprEqn:
+    """An equation that says nothing of how an axis of its operand is sharded; one that says nothing at all is the same."""
+
+    def changed(_: str, value: Tree) -> Tree:
+        if not isinstance(value, NamedSharding):
+            return value
+        entries = [None if k == axis else entry for k, entry in enumerate(value.spec)]
+        return NamedSharding(value.mesh, PartitionSpec(*entries))
+
+    return eqn if constraint_of(eqn) is None else with_params(eqn, changed)
+
+
 class ShardMap(NamedTuple):
     """A ``jax.shard_map``."""
 
@@ -405,6 +417,29 @@ class Window(NamedTuple):
 def concatenated_rows(eqn: JaxprEqn) -> tuple[Atom, ...]:
     """What a concatenation along the first axis puts end to end; nothing for any other equation."""
     return tuple(eqn.invars) if kind_of(eqn) == "concatenate" and eqn.params["dimension"] == 0 else ()
+
+
+class Concatenation(NamedTuple):
+    """What is put end to end along an axis."""
+
+    axis: int
+    parts: tuple[Atom, ...]
+
+
+def concatenation_of(eqn: JaxprEqn) -> Concatenation | None:
+    """The equation as a concatenation; None for any other."""
+    return Concatenation(eqn.params["dimension"], tuple(eqn.invars)) if kind_of(eqn) == "concatenate" else None
+
+
+def order_of(eqn: JaxprEqn) -> tuple[int, ...] | None:
+    """The axes of its operand in the order that a transpose gives them; None for any other equation."""
+    return tuple(eqn.params["permutation"]) if kind_of(eqn) == "transpose" else None
+
+
+def is_by_row(eqn: JaxprEqn) -> bool:
+    """Whether an equation does with each row of its operand the same: a cast, a constraint, a transpose that leaves rows rows."""
+    order = order_of(eqn)
+    return is_cast(eqn) or constraint_of(eqn) is not None or (order is not None and order[:1] == (0,))
 
 
 def columns_of(eqn: JaxprEqn) -> tuple[Atom, ...]:
