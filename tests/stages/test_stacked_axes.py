@@ -77,6 +77,17 @@ def by_layer_constrained(params):
     return params | {"w": jax.lax.with_sharding_constraint(params["w"], P(None, "model"))}
 
 
+def transposed_momentum():
+    """Momentum that an optimizer holds transposed, so that its layers lie along another axis than those of the parameters."""
+
+    def update(grads, momentum, params=None):
+        del params
+        momentum = jax.tree.map(lambda old, grad: 0.9 * old + grad.T, momentum, grads)
+        return jax.tree.map(lambda each: -0.1 * each.T, momentum), momentum
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(lambda leaf: jnp.zeros_like(leaf.T), params), update)
+
+
 OPTIONS = {
     "adamw": {},
     "three stages": {"num_stages": 3},
@@ -84,6 +95,7 @@ OPTIONS = {
     "a global norm": {"optimizer": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))},
     "adafactor": {"optimizer": optax.adafactor(0.01, min_dim_size_to_factor=4)},
     "lamb": {"optimizer": optax.lamb(0.01)},
+    "a momentum that is transposed": {"optimizer": transposed_momentum()},
     "backwards in two": {"schedule": "zb-h1", "num_stages": 3, "num_microbatches": 4},
     "a mesh": {"mesh": MESH, "shardings": RULES},
     "divided among replicas": {"mesh": MESH, "shardings": RULES, "shard": ("gradients", "parameters")},
