@@ -189,8 +189,7 @@ class Engine:
     def sliced(self, made: Tree) -> Tree:
         """What init was given or made, as it is held."""
         params, *state = made if self.options.has_state else (made,)
-        sizes = self.slicing.sizes[: len(jax.tree.leaves(params, is_leaf=is_slices))]  # those of the shared part alone
-        sliced = Slicing(sizes).of(params)
+        sliced = self.slicing.first(len(jax.tree.leaves(params, is_leaf=is_slices))).of(params)  # those of the shared part alone
         return (sliced, *map(self.layout.state_slicing.of, state)) if self.options.has_state else sliced
 
     def cut_at(self, microbatch: Batch, key: Key | None) -> CutLoss:

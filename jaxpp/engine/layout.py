@@ -45,7 +45,7 @@ from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy, with_copies
 from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.floating import frozen_by_type
 from jaxpp.stages.jaxpr import describe, shapes_of
-from jaxpp.stages.layers import rows_between, slices_between
+from jaxpp.stages.layers import rows_between, slices_between, stacked_axes
 from jaxpp.stages.loss.aux import Reducer, check_aux
 from jaxpp.stages.loss.microbatch import (
     Microbatches,
@@ -285,18 +285,20 @@ class _Layouts:
         params = self.given[0]
         shared = num_shared(params)
         if self.like is not None:
-            known, own = self.like.slicing.sizes, jax.tree.leaves(params)[shared:]
+            (known, axes), own = self.like.slicing, jax.tree.leaves(params)[shared:]
+            rows = [leaf.shape[axis : axis + 1] for leaf, axis in zip(own, axes[shared:] or [0] * len(own), strict=True)]
             same = len(known) == shared + len(own) and all(
-                not sizes or leaf.shape[:1] == (sum(sizes),) for sizes, leaf in zip(known[shared:], own, strict=True)
+                not sizes or count == (sum(sizes),) for sizes, count in zip(known[shared:], rows, strict=True)
             )
-            return Slicing(known if same else (*known[:shared], *[()] * len(own)))
+            return Slicing(known, axes) if same else Slicing((*known[:shared], *[()] * len(own)), (*axes[:shared], *[0] * len(own)))
         position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
         places = [position.get(layer.result) for layer in loss.layers]  # None: no cut divides what depends on parameters alone
         stages = [None if place is None else bisect.bisect_right(cuts, place) for place in places]
         sharded = {leaf for leaf, spec in enumerate(specs) if next(iter(spec), None) is not None}
         single = rows_between(loss.params, loss.reads, cuts)
-        single = [() if leaf in sharded else sizes for leaf, sizes in enumerate(single)]
-        return slicing_for(self.optimizer, params, slices_between(loss.params, loss.layers, stages), single)
+        axes = stacked_axes(loss.params, loss.layers)
+        single = [() if leaf in sharded or axes[leaf] else sizes for leaf, sizes in enumerate(single)]
+        return slicing_for(self.optimizer, params, slices_between(loss.params, loss.layers, stages), single, axes)
 
     def _state_slicing(self, loss: TracedLoss, cuts: Cuts) -> Slicing:
         """The model state leaves of which layers of several stages make a row each; ``loss`` has each row as a leaf."""

@@ -71,6 +71,7 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes, *, evenly: bool = 
     elif callable(shardings):
         pairs = zip(paths, leaves, strict=True)
         specs = [_spec_of(shardings(path, tuple(leaf.shape)), path, len(leaf.shape)) for path, (_, leaf) in pairs]
+        _check_model(specs, paths, axes)
     elif isinstance(shardings, Sequence) and not isinstance(shardings, (str, PartitionSpec)) and all(map(_is_pair, shardings)):
         specs = _logical(list(shardings), params)
     else:
@@ -89,6 +90,23 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes, *, evenly: bool = 
     specs = [axes.named(spec) for spec in specs]
     _check(specs, leaves, axes.sizes if evenly else {})
     return tuple(specs)
+
+
+def _check_model(specs: Sequence[PartitionSpec], paths: Sequence[str], axes: RankAxes) -> None:
+    """Refuse that a function shards parameters over ``model`` where there is no such axis; the options refuse all other rules."""
+    names = {MODEL, *(name for name, axis, _ in axes.names if axis == MODEL)}
+    if axes.whole is not None and not names.isdisjoint(axes.whole.axis_names):
+        return
+    sharded = [
+        path
+        for path, spec in zip(paths, specs, strict=True)
+        if not names.isdisjoint(axis for entry in spec for axis in axis_names(entry))
+    ]
+    if sharded:
+        rule = 'parameters are sharded over the "model" axis of a mesh, or divided over "data"'
+        got = f'a function that shards {", ".join(sharded[:3])} over "model", and no mesh with that axis'
+        fix = 'pass for example mesh=jax.make_mesh((2, 2), ("pipe", "model")), or leave shardings out'
+        raise ArgumentError("shardings", rule, got, fix)
 
 
 def _is_rule(value: object) -> bool:

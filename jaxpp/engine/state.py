@@ -24,7 +24,7 @@ from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.processes.trees import are_across, slices_of, stand_in_for
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, rows, whole_shape
+from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, whole_shape
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import html_remarks, html_table, table_lines
 from jaxpp.targets import compiles_only, device_name
@@ -404,23 +404,24 @@ def _parted(tree: Tree, nodes: Sequence[Leaf]) -> list[Leaf]:
 
 def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:
     if isinstance(leaf, Slices):
-        if leaf.sizes == node.sizes:
+        if leaf.division == node.division:
             return leaf.parts
         leaf = assembled(leaf)
     if isinstance(leaf, jax.Array) and (known := slices_of(leaf)) is not None:
-        if known.sizes == node.sizes:
+        if known.division == node.division:
             return known.parts
         rule = "a leaf that is cut unequally, and lives in several processes, is stepped by a pipeline that cuts it the same way"
         fix = "save a checkpoint and restore it to the abstract_state of this pipeline"
         raise StateError("state", rule, f"slices of {known.sizes} rows, and the pipeline has {node.sizes}", fix)
-    found = split_slices(leaf) if isinstance(leaf, jax.Array) else ()
-    if tuple(part.shape[0] for part in found) == node.sizes:
+    shapes = node.shapes_of(leaf)
+    found = split_slices(leaf, node.axis) if isinstance(leaf, jax.Array) else []
+    if [part.shape for part in found] == [part.shape for part in shapes]:
         return found
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.addressable_shards:  # nor is any slice here
-        return [jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for size in node.sizes]
+        return shapes
     if isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.sharding.memory_kind == HOST_MEMORY):
         leaf = np.asarray(leaf)  # restored to the host, or divided in another way: no device has room for the whole
-    return [leaf[a:b] for a, b in rows(node.sizes)]
+    return node.of(leaf)
 
 
 def _check_state(state: object, expected: State) -> None:

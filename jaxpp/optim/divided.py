@@ -80,8 +80,6 @@ def divided_function(graph: Graph, arguments: _Alongs, results: _Alongs) -> Divi
         own = value.along if isinstance(value, _Divided) else None
         found.append(own)
         try:
-            if own is not None and own.axis:
-                raise _MixedError(f"rows along axis {own.axis} of the optimizer state")
             outputs += [] if value is None else body.parts(value, along or own)
         except _MixedError as error:
             objections.update(dict.fromkeys(body.arguments([atom]) - objections.keys(), str(error)))

@@ -143,7 +143,7 @@ def _flat(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -
     leaves, count, opts = jax.tree.leaves(assembled_shapes(params)), len(nodes), whole.opt_leaves
     update = open_conditions(_trace_update(whole.update, leaves, opts, leaves, loss))
     init, _ = trace(whole.init, leaves)
-    held = [Along(0, tuple(rows(node.sizes)), sum(node.sizes)) if isinstance(node, Slices) else None for node in nodes]
+    held = [Along(node.axis, tuple(rows(node.sizes)), sum(node.sizes)) if isinstance(node, Slices) else None for node in nodes]
     kept = list[Along | None]([None] * len(opts))
     while True:  # until a leaf of the state that is made of slices is read as slices, too
         made = divided_function(init, held, kept)
@@ -169,7 +169,7 @@ def _flat(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -
 
 def _divided_shape(aval: Aval, along: Along | None) -> Aval | Slices:
     sizes = [end - begin for begin, end in along.bounds] if along else []
-    return Slicing((tuple(sizes),)).of([aval])[0]
+    return Slicing((tuple(sizes),), (along.axis if along else 0,)).of([aval])[0]
 
 
 def _flat_whole(optimizer: optax.GradientTransformation, params: Params) -> _Flat:
@@ -361,12 +361,14 @@ def state_bytes(optimizer: optax.GradientTransformation | None, params: Params) 
     return tuple(total * size // sum(sizes) for total, sizes in zip(num_bytes, shares, strict=True) for size in sizes)
 
 
-def slicing_for(optimizer: optax.GradientTransformation | None, whole: Params, loops: _Sizes, single: _Sizes) -> Slicing:
-    """The slices that a pipeline holds, where its optimizer can update the slices of the stacked parameters.
+def slicing_for(
+    optimizer: optax.GradientTransformation | None, whole: Params, loops: _Sizes, single: _Sizes, axes: Sequence[int]
+) -> Slicing:
+    """The slices that a pipeline holds, along these axes, where its optimizer can update the slices of the stacked parameters.
 
     Where it cannot, what is read row by row (``single``) is held whole, and a cut loop over layers (``loops``) refuses it.
     """
-    slicing = slicing_of(loops, single)
+    slicing = slicing_of(loops, single, axes=axes)
     if optimizer is None or not slicing.any:
         return slicing
     loss = jax.ShapeDtypeStruct((), scale_dtype())
@@ -374,7 +376,7 @@ def slicing_for(optimizer: optax.GradientTransformation | None, whole: Params, l
     while wrong and any(single):
         cannot = {leaf for leaf in wrong if single[leaf]} or set(range(len(single)))
         single = [() if leaf in cannot else sizes for leaf, sizes in enumerate(single)]
-        slicing = slicing_of(loops, single)
+        slicing = slicing_of(loops, single, axes=axes)
         wrong = _flat(optimizer, slicing.of(whole), loss).objections
     if wrong:
         paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(whole)]

@@ -75,19 +75,18 @@ def check_alive(where: str, tree: Tree) -> None:
 
 def join_slices(node: Slices) -> Array | Slices:
     """Slices of equal size on different devices as one array sharded over these, sharing their buffers; others as they are."""
-    sharding = _over_stages(node.sizes, [part.sharding for part in node.parts])
+    sharding = _over_stages(node, [part.sharding for part in node.parts])
     if sharding is None:
         return node
-    shape, dtype = (sum(node.sizes), *node.parts[0].shape[1:]), node.parts[0].dtype
     here = [part for part in node.parts if part.is_fully_addressable]
-    return jax.make_array_from_single_device_arrays(shape, sharding, here, dtype=dtype)
+    return jax.make_array_from_single_device_arrays(node.shape, sharding, here, dtype=node.parts[0].dtype)
 
 
 def joined_home(home: Home | Slices) -> Sharding:
     """Where a whole leaf is restored to: as its owner or ``join_slices`` has it, else host memory: it may exceed a device."""
     if not isinstance(home, Slices):
         return as_sharding(home)
-    sharding = _over_stages(home.sizes, home.parts)
+    sharding = _over_stages(home, home.parts)
     if sharding is not None:
         return sharding
     devices = sorted({device for part in home.parts for device in as_sharding(part).device_set}, key=lambda device: device.id)
@@ -98,19 +97,19 @@ def joined_home(home: Home | Slices) -> Sharding:
     return SingleDeviceSharding(first, memory_kind=HOST_MEMORY)
 
 
-def _over_stages(sizes: Sequence[int], homes: Sequence[Home]) -> NamedSharding | None:
+def _over_stages(node: Slices, homes: Sequence[Home]) -> NamedSharding | None:
     devices = [device for home in homes for device in devices_in(home)]
-    if len(set(sizes)) > 1 or not len(set(devices)) == len(devices) == len(homes):
+    if len(set(node.sizes)) > 1 or not len(set(devices)) == len(devices) == len(homes):
         return None
-    return NamedSharding(Mesh(np.array(devices), ("stage",)), PartitionSpec("stage"))
+    return NamedSharding(Mesh(np.array(devices), ("stage",)), PartitionSpec(*[None] * node.axis, "stage"))
 
 
-def split_slices(leaf: Array) -> list[Array]:
-    """The slices of an array made by ``join_slices``, in order, sharing its buffers."""
+def split_slices(leaf: Array, axis: int) -> list[Array]:
+    """The slices along an axis of an array made by ``join_slices``, in order, sharing its buffers."""
     here = {shard.device: shard.data for shard in leaf.addressable_shards}
     part = jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
     indices = leaf.sharding.devices_indices_map(leaf.shape)
-    devices = sorted(indices, key=lambda device: indices[device][0].start or 0 if indices[device] else 0)
+    devices = sorted(indices, key=lambda device: indices[device][axis].start or 0 if indices[device] else 0)
     return [here[device] if device in here else elsewhere(part, device) for device in devices]
 
 
@@ -119,8 +118,8 @@ def concatenated_at(node: Leaf | Slices, home: Home) -> Leaf:
     if not isinstance(node, Slices):
         return node
     if isinstance(home, Sharding) and not isinstance(home, SingleDeviceSharding):
-        return np.concatenate([np.asarray(part) for part in jax.device_get(node.parts)])
-    return jnp.concatenate(to_homes(node.parts, [home] * len(node.parts)))
+        return np.concatenate([np.asarray(part) for part in jax.device_get(node.parts)], node.axis)
+    return jnp.concatenate(to_homes(node.parts, [home] * len(node.parts)), node.axis)
 
 
 def to_homes(leaves: Sequence[Leaf], homes: Sequence[Home]) -> list[Array]:

@@ -41,6 +41,7 @@ from jaxpp.stages.jaxpr import (
     in_mesh,
     inner_jaxprs,
     is_named,
+    is_typed,
     kind_of,
     mesh_of,
     named_axes,
@@ -470,6 +471,8 @@ class _Mover:
             return scope.mesh
         if isinstance(value, NamedSharding):
             return _UNSPECIFIED if name in ("in_shardings", "out_shardings") else None
+        if is_typed(value):  # a kernel says so of its results and of the blocks of its operands
+            return aval_of(self._fresh(Var(value), scope))
         return value
 
     def _constraint(self, eqn: JaxprEqn, sharding: Sharding, scope: _Scope) -> Lines:
@@ -518,7 +521,10 @@ class _Mover:
         if found := [name for name in names if name in scope.blocks]:
             others = [name for name in names if name not in scope.blocks]
             if others and kind not in _REDUCTIONS:
-                rule = "inside a map, a collective is over axes of a rank, or over axes that no rank has"
+                rule = (
+                    f"in a map, a rank computes all blocks along {found[0]!r} itself, and its devices share those along "
+                    f"{others[0]!r}: no collective is over both at once but a sum, a maximum or a minimum"
+                )
                 raise _error(eqn, rule, f"{kind} over {', '.join(map(repr, names))}", "call one collective for each axis")
             eqn = _renamed(eqn, [_of_a_map(name) for name in found])
             lines, results = self._told(eqn, scope)

@@ -4,6 +4,7 @@ JAX promises nothing about names of primitives, parameters of equations, kinds o
 in ``tests/stages/test_jaxpr.py``. Other files use ``eqns``, ``invars``, ``outvars``, ``effects`` and ``primitive``.
 """
 
+import dataclasses
 import functools
 import math
 import pathlib
@@ -48,6 +49,9 @@ ELEMENTWISE = frozenset(
 )  # Kinds that compute each element of the result from the elements at its own place alone
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 _ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
+
+_OF_KERNELS = frozenset({"GridMapping", "BlockMapping"})  # Parameters of ``pallas_call`` with shapes and functions inside
+_SHAPED = type(jax.make_jaxpr(jax.lax.neg)(1.0).in_avals[0])
 
 _OWN = str(pathlib.Path(__file__).parents[1])
 _EMPTY: Jaxpr = jax.make_jaxpr(lambda: ())().jaxpr
@@ -248,6 +252,18 @@ def constraint_of(eqn: JaxprEqn) -> Sharding | None:
     return eqn.params.get("sharding", eqn.params.get("dst_sharding"))
 
 
+def without_sharding(eqn: JaxprEqn, axis: int) -> JaxprEqn:
+    """An equation that says nothing of how an axis of its operand is sharded; one that says nothing at all is the same."""
+
+    def changed(_: str, value: Tree) -> Tree:
+        if not isinstance(value, NamedSharding):
+            return value
+        entries = [None if k == axis else entry for k, entry in enumerate(value.spec)]
+        return NamedSharding(value.mesh, PartitionSpec(*entries))
+
+    return eqn if constraint_of(eqn) is None else with_params(eqn, changed)
+
+
 class ShardMap(NamedTuple):
     """A ``jax.shard_map``."""
 
@@ -289,12 +305,20 @@ def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(axis for axis in (axes if isinstance(axes, (tuple, list, frozenset)) else [axes]) if isinstance(axis, str))
 
 
+def is_typed(value: object) -> bool:
+    """Whether a parameter of an equation is a shape with its mesh, or a reference to an array of such a shape."""
+    return isinstance(value, _SHAPED) or (hasattr(value, "inner_aval") and not isinstance(value, (Var, Literal)))
+
+
 def with_params(eqn: JaxprEqn, changed: Callable[[str, Tree], Tree]) -> JaxprEqn:
-    """An equation whose parameters are what ``changed`` makes of each, by name and value; also of those in tuples."""
+    """An equation whose parameters are what ``changed`` makes of each, by name and value; also of those in tuples and kernels."""
 
     def each(name: str, value: Tree) -> Tree:
         if type(value) in (tuple, list):
             return type(value)(each(name, item) for item in value)
+        if type(value).__name__ in _OF_KERNELS:
+            fields = [field.name for field in dataclasses.fields(value) if field.init]
+            return dataclasses.replace(value, **{field: each(field, getattr(value, field)) for field in fields})
         return changed(name, value)
 
     return eqn.replace(params={name: each(name, value) for name, value in eqn.params.items()})
@@ -393,6 +417,29 @@ class Window(NamedTuple):
 def concatenated_rows(eqn: JaxprEqn) -> tuple[Atom, ...]:
     """What a concatenation along the first axis puts end to end; nothing for any other equation."""
     return tuple(eqn.invars) if kind_of(eqn) == "concatenate" and eqn.params["dimension"] == 0 else ()
+
+
+class Concatenation(NamedTuple):
+    """What is put end to end along an axis."""
+
+    axis: int
+    parts: tuple[Atom, ...]
+
+
+def concatenation_of(eqn: JaxprEqn) -> Concatenation | None:
+    """The equation as a concatenation; None for any other."""
+    return Concatenation(eqn.params["dimension"], tuple(eqn.invars)) if kind_of(eqn) == "concatenate" else None
+
+
+def order_of(eqn: JaxprEqn) -> tuple[int, ...] | None:
+    """The axes of its operand in the order that a transpose gives them; None for any other equation."""
+    return tuple(eqn.params["permutation"]) if kind_of(eqn) == "transpose" else None
+
+
+def is_by_row(eqn: JaxprEqn) -> bool:
+    """Whether an equation does with each row of its operand the same: a cast, a constraint, a transpose that leaves rows rows."""
+    order = order_of(eqn)
+    return is_cast(eqn) or constraint_of(eqn) is not None or (order is not None and order[:1] == (0,))
 
 
 def columns_of(eqn: JaxprEqn) -> tuple[Atom, ...]:

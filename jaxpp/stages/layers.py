@@ -29,24 +29,29 @@ from jaxpp.stages.jaxpr import (
     CHEAP,
     ELEMENTWISE,
     Atom,
+    Concatenation,
     Lookup,
     Scan,
     aval_of,
     concatenated_rows,
+    concatenation_of,
     equations_of,
     function_of,
     grouped_rows,
+    is_by_row,
     is_cast,
     kind_of,
     length_of,
     lookup_of,
     module_path,
     new_variable,
+    order_of,
     scan_of,
     sliced_like,
     split_rows,
     variables,
     window_of,
+    without_sharding,
 )
 from jaxpp.types import Tree
 
@@ -57,6 +62,7 @@ class RowSpan(NamedTuple):
     leaf: Atom
     start: int
     stop: int
+    axis: int = 0  # along which the rows lie
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Layers:
     stacked: tuple[Atom, ...]  # the parameters whose rows it reads
     start: int
     stop: int
-    grouped: tuple[RowSpan, ...] = ()  # of parameters of which each layer reads several rows, or all layers not all rows
+    grouped: tuple[RowSpan, ...] = ()  # of parameters whose rows are not those of the layers one by one
 
 
 def split_scans(
@@ -84,21 +90,34 @@ def split_scans(
 def slices_between(params: Sequence[Var], layers: Sequence[Layers], stages: Sequence[int | None]) -> tuple[tuple[int, ...], ...]:
     """The rows of each slice of each parameter; empty for a parameter that is not sliced."""
     ends: dict[Atom, set[int]] = {}
+    axes: dict[Atom, int] = dict(zip(params, stacked_axes(params, layers), strict=True))
     for before, after, stage, following in zip(layers, layers[1:], stages, stages[1:], strict=False):
         if stage != following and before.loop == after.loop:
             for var in before.stacked:
                 ends.setdefault(var, set()).add(max(before.start, after.start))
             for rows, others in zip(before.grouped, after.grouped, strict=True):
-                ends.setdefault(rows.leaf, set()).add(max(rows.start, others.start))
+                if rows.axis == axes.get(rows.leaf):
+                    ends.setdefault(rows.leaf, set()).add(max(rows.start, others.start))
     extents: dict[tuple[int, Atom], list[int]] = {}
     for each in layers:
         for rows in each.grouped:
-            extents.setdefault((each.loop, rows.leaf), []).extend(rows[1:])
+            if rows.axis == axes.get(rows.leaf):
+                extents.setdefault((each.loop, rows.leaf), []).extend((rows.start, rows.stop))
     for (_, var), rows in extents.items():  # what the loop does not read is apart
         if var in ends:
-            ends[var].update({min(rows), max(rows)} - {0, aval_of(var).shape[0]})
-    cuts = {var: [0, *sorted(starts), aval_of(var).shape[0]] for var, starts in ends.items()}
+            ends[var].update({min(rows), max(rows)} - {0, aval_of(var).shape[axes[var]]})
+    cuts = {var: [0, *sorted(starts), aval_of(var).shape[axes.get(var, 0)]] for var, starts in ends.items()}
     return tuple(tuple(b - a for a, b in itertools.pairwise(cuts.get(var, ()))) for var in params)
+
+
+def stacked_axes(params: Sequence[Var], layers: Sequence[Layers]) -> tuple[int, ...]:
+    """The axis of each parameter along which layers read its rows: the first, if any loop runs over that."""
+    stacked = {var for each in layers for var in each.stacked}
+    axes: dict[Atom, int] = {}
+    for each in layers:
+        for rows in each.grouped:
+            axes.setdefault(rows.leaf, rows.axis)
+    return tuple(0 if var in stacked else axes.get(var, 0) for var in params)
 
 
 class _View(NamedTuple):
@@ -107,6 +126,7 @@ class _View(NamedTuple):
     leaf: Atom
     first: int = 0
     size: int = 1
+    axis: int = 0  # of the parameter, along which its rows lie; they lie along the first axis of the view
 
 
 class _Splitter(Rewriter):
@@ -116,6 +136,8 @@ class _Splitter(Rewriter):
         self.layers: list[Layers] = []
         self._state, self._per_layer = set[Atom](state), per_layer
         self._views = {var: _View(var) for var in params | state}
+        self._orders: dict[Atom, tuple[int, ...]] = {var: tuple(range(len(aval_of(var).shape))) for var in params}
+        self._divided: dict[Atom, Concatenation] = {}  # along another axis than the first, from slices of parameters
         self._loops = 0
         self._parts: dict[Atom, list[tuple[int, Atom]]] = {}
         self._casts: dict[Atom, JaxprEqn] = {}
@@ -130,11 +152,12 @@ class _Splitter(Rewriter):
         view = self._view(eqn)
         if view is not None:
             self._views[eqn.outvars[0]] = view
+        self._turn(eqn, name)
         if self._is_made(eqn):
             start, stop = (eqn.params[name][0] for name in ("start_indices", "limit_indices"))
             self.replaced[eqn.outvars[0]] = self._rows(eqn.invars[0], start, stop, name)
             return
-        if is_cast(eqn) and self._is_stacked(eqn.invars[0]):
+        if is_by_row(eqn) and self._is_stacked(eqn.invars[0]):
             self._casts[eqn.outvars[0]] = eqn
         loop = scan_of(eqn) if eqn.outvars else None
         if loop is None or not self._stacked(eqn, loop):
@@ -151,11 +174,42 @@ class _Splitter(Rewriter):
         atom = eqn.invars[0] if eqn.invars else None
         if not isinstance(atom, Var) or atom not in self._views or atom in self._state:
             return None
-        leaf, first, size = self._views[atom]
-        start, grouped = _first_row(eqn), grouped_rows(eqn)
-        if start is not None:
+        leaf, first, size, axis = self._views[atom]
+        start, grouped, order = _first_row(eqn), grouped_rows(eqn), order_of(eqn)
+        if start is not None and not axis:
             return _View(leaf, first + size * start, size)
-        return _View(leaf, first, size * (grouped or 1)) if grouped or is_cast(eqn) else None
+        if order and order[0] and atom in self._orders:  # the rows are others
+            return _View(leaf, axis=self._orders[atom][order[0]])
+        return _View(leaf, first, size * (grouped or 1), axis) if (grouped and not axis) or is_by_row(eqn) else None
+
+    def _turn(self, eqn: JaxprEqn, name: str) -> None:
+        """Follow the axes of whole parameters, and of what is put together from slices of parameters along a later axis."""
+        atom, order = eqn.invars[0] if eqn.invars else None, order_of(eqn)
+        if isinstance(atom, Literal) or (order is None and not is_by_row(eqn)):
+            parts = concatenation_of(eqn)
+            if parts is not None and parts.axis and self._orders.keys() >= set(parts.parts):
+                self._divided[eqn.outvars[0]] = parts
+            return
+        (out,) = eqn.outvars
+        if atom in self._orders and atom is not None:
+            axes = self._orders[atom]
+            self._orders[out] = axes if order is None else tuple(axes[axis] for axis in order)
+        if atom not in self._divided or atom is None:
+            return
+        axis, parts = self._divided[atom]
+        at = axis if order is None else order.index(axis)
+        made = []
+        for part in parts:
+            count = aval_of(part).shape[axis]
+            shape = aval_of(out).shape
+            new = new_variable(out, (*shape[:at], count, *shape[at + 1 :]))
+            self.emit(without_sharding(eqn, at).replace(invars=[part], outvars=[new]), name)
+            made.append(new)
+        if at:
+            self._divided[out] = Concatenation(at, tuple(made))
+        else:
+            starts = itertools.accumulate((aval_of(part).shape[0] for part in made[:-1]), initial=0)
+            self._parts[out] = list(zip(starts, made, strict=True))
 
     def _stacked(self, eqn: JaxprEqn, loop: Scan) -> tuple[Var, ...]:
         return tuple(var for var in variables(eqn.invars[loop.num_before :]) if self._is_stacked(var))
@@ -195,7 +249,7 @@ class _Splitter(Rewriter):
             if len(spans) > 1:
                 origins = tuple(map(self._origin, stacked))
                 views = [self._views[atom] for atom in origins if atom in self._views and self._views[atom] != _View(atom)]
-                grouped = tuple(RowSpan(leaf, first + size * start, first + size * stop) for leaf, first, size in views)
+                grouped = tuple(RowSpan(leaf, first + size * start, first + size * stop, axis) for leaf, first, size, axis in views)
                 self.layers.append(Layers(result, self._loops, origins, start, stop, grouped))
         self._loops += 1
         self.replaced.update(zip(eqn.outvars[: loop.num_carry], carry, strict=True))
@@ -209,7 +263,7 @@ class _Splitter(Rewriter):
         if cast is not None:
             rows = self._rows(cast.invars[0], start, stop, name)
             out = new_variable(atom, (stop - start, *aval_of(atom).shape[1:]))
-            self.emit(cast.replace(invars=[rows], outvars=[out]), name)
+            self.emit(without_sharding(cast, 0).replace(invars=[rows], outvars=[out]), name)
             return out
         parts = [] if isinstance(atom, Literal) else self._parts.get(atom, self._made.get(atom, []))
         inside = [part for first, part in parts if start <= first and first + aval_of(part).shape[0] <= stop]

@@ -1,7 +1,8 @@
 """Parameters stacked over layers, held as slices.
 
 Where a loop over ``[layers, ...]`` is cut, each stage owns the rows of its layers. Inside jaxpp such a leaf is a ``Slices`` node
-with one leaf for each run of rows that a stage owns; the user's tree has the whole array.
+with one leaf for each run of rows that a stage owns; the user's tree has the whole array. The layers may lie along another axis,
+``[width, layers]``; *rows* are then what lies along that axis.
 """
 
 import itertools
@@ -18,20 +19,43 @@ from jaxpp.types import Leaf, Params, Tree
 
 @jax.tree_util.register_pytree_with_keys_class
 class Slices:
-    """A stacked leaf as slices of its first axis, in order; a node of the tree."""
+    """A stacked leaf as slices along one of its axes, in order; a node of the tree."""
 
-    def __init__(self, parts: Sequence[Leaf], sizes: Sequence[int]):
-        self.parts, self.sizes = tuple(parts), tuple(sizes)
+    def __init__(self, parts: Sequence[Leaf], sizes: Sequence[int], axis: int = 0):
+        self.parts, self.sizes, self.axis = tuple(parts), tuple(sizes), axis
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Leaf]], tuple[int, ...]]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[object, Leaf]], tuple[tuple[int, ...], int]]:
         """The parts, each under the rows that it holds: ``0:3``."""
         keys = [jax.tree_util.DictKey(f"{a}:{b}") for a, b in rows(self.sizes)]
-        return list(zip(keys, self.parts, strict=True)), self.sizes
+        return list(zip(keys, self.parts, strict=True)), self.division
 
     @classmethod
-    def tree_unflatten(cls, sizes: Sequence[int], parts: Sequence[Leaf]) -> "Slices":
+    def tree_unflatten(cls, division: tuple[Sequence[int], int], parts: Sequence[Leaf]) -> "Slices":
         """The node of these parts."""
-        return cls(parts, sizes)
+        return cls(parts, *division)
+
+    @property
+    def division(self) -> tuple[tuple[int, ...], int]:
+        """How the leaf is divided: the size of each slice, and the axis."""
+        return self.sizes, self.axis
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole leaf."""
+        return with_rows(self.parts[0].shape, self.axis, sum(self.sizes))
+
+    def of(self, whole: Leaf) -> list[Leaf]:
+        """A whole leaf, an array or a traced one, divided as this one is."""
+        return [whole[(*[slice(None)] * self.axis, slice(a, b))] for a, b in rows(self.sizes)]
+
+    def shapes_of(self, whole: Leaf) -> list[jax.ShapeDtypeStruct]:
+        """The shape of each slice of a whole leaf of a shape."""
+        return [jax.ShapeDtypeStruct(with_rows(whole.shape, self.axis, size), whole.dtype) for size in self.sizes]
+
+
+def with_rows(shape: Sequence[int], axis: int, count: int) -> tuple[int, ...]:
+    """A shape with so many rows along an axis."""
+    return (*shape[:axis], count, *shape[axis + 1 :])
 
 
 def rows(sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -66,9 +90,9 @@ def _on_host(node: Slices) -> np.ndarray | Slices:
         raise StateError("state", rule, got, fix)
     if not all(part.is_fully_addressable for part in node.parts if isinstance(part, jax.Array)):
         return node
-    whole = np.empty((sum(node.sizes), *node.parts[0].shape[1:]), node.parts[0].dtype)
-    for part, (begin, end) in zip(node.parts, rows(node.sizes), strict=True):
-        whole[begin:end] = jax.device_get(part)
+    whole = np.empty(node.shape, node.parts[0].dtype)
+    for part, place in zip(node.parts, node.of(whole), strict=True):
+        place[...] = jax.device_get(part)
     return whole
 
 
@@ -81,7 +105,7 @@ def whole_shape(node: Leaf) -> Leaf:
     """The shape of the whole leaf for a leaf held as slices; any other leaf itself."""
     if not isinstance(node, Slices):
         return node
-    return jax.ShapeDtypeStruct((sum(node.sizes), *node.parts[0].shape[1:]), node.parts[0].dtype)
+    return jax.ShapeDtypeStruct(node.shape, node.parts[0].dtype)
 
 
 def is_slices(node: object) -> bool:
@@ -93,6 +117,7 @@ class Slicing(NamedTuple):
     """Which leaves of the parameters are held as slices."""
 
     sizes: tuple[tuple[int, ...], ...] = ()  # for each leaf of the user's tree the rows of each slice; empty: not sliced
+    axes: tuple[int, ...] = ()  # for each leaf the axis along which its rows lie; empty: the first of all
 
     @property
     def any(self) -> bool:
@@ -112,13 +137,19 @@ class Slicing(NamedTuple):
         if not self.any:
             return params
         leaves, tree = jax.tree.flatten(params, is_leaf=is_slices)
-        pairs = zip(leaves, self.sizes, strict=True)
-        return tree.unflatten(_sliced(leaf, sizes) if sizes and not is_slices(leaf) else leaf for leaf, sizes in pairs)
+        divisions = zip(leaves, self.sizes, self.axes or [0] * len(self.sizes), strict=True)
+        return tree.unflatten(
+            _sliced(leaf, sizes, axis) if sizes and not is_slices(leaf) else leaf for leaf, sizes, axis in divisions
+        )
+
+    def first(self, count: int) -> "Slicing":
+        """That of the first leaves alone."""
+        return Slicing(self.sizes[:count], self.axes[:count])
 
 
-def slicing_of(*divisions: Sequence[tuple[int, ...]]) -> Slicing:
+def slicing_of(*divisions: Sequence[tuple[int, ...]], axes: Sequence[int] = ()) -> Slicing:
     """The leaves sliced wherever one of the divisions slices them: the sizes of each leaf's slices, empty for a whole leaf."""
-    return Slicing(tuple(map(_divided, zip(*divisions, strict=True))))
+    return Slicing(tuple(map(_divided, zip(*divisions, strict=True))), tuple(axes))
 
 
 def _divided(divisions: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
@@ -126,27 +157,29 @@ def _divided(divisions: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(b - a for a, b in itertools.pairwise([0, *ends]))
 
 
-def _sliced(leaf: Leaf, sizes: Sequence[int]) -> Slices:
+def _sliced(leaf: Leaf, sizes: Sequence[int], axis: int) -> Slices:
+    node = Slices((), sizes, axis)
     if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and len(leaf.devices()) > 1:
         leaf = np.asarray(jax.device_get(leaf))  # sharded in some way of the user's
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return Slices([jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for size in sizes], sizes)
-    return Slices([leaf[a:b] for a, b in rows(sizes)], sizes)
+        return Slices(node.shapes_of(leaf), sizes, axis)
+    return Slices(node.of(leaf), sizes, axis)
 
 
 def split_like(leaves: Sequence[Leaf], tree: Tree) -> list[Leaf]:
     """Whole leaves divided as those of a tree, some of which are held as slices."""
     parts: list[Leaf] = []
     for leaf, node in zip(leaves, jax.tree.leaves(tree, is_leaf=is_slices), strict=True):
-        parts += [jax.lax.slice_in_dim(leaf, a, b) for a, b in rows(node.sizes)] if isinstance(node, Slices) else [leaf]
+        divided = isinstance(node, Slices)
+        parts += [jax.lax.slice_in_dim(leaf, a, b, axis=node.axis) for a, b in rows(node.sizes)] if divided else [leaf]
     return parts
 
 
-def first_rows(node: object) -> list[int]:
-    """The first row of each slice of a leaf; 0 for a leaf that is not held as slices."""
-    return [start for start, _ in rows(node.sizes)] if isinstance(node, Slices) else [0]
+def first_rows(node: object) -> list[tuple[int, int]]:
+    """The first row of each slice of a leaf, and along which axis the rows lie; twice 0 for a leaf that is not held as slices."""
+    return [(start, node.axis) for start, _ in rows(node.sizes)] if isinstance(node, Slices) else [(0, 0)]
 
 
 def concatenated(node: Slices) -> jax.Array:
     """The whole leaf, in a traced function."""
-    return jax.lax.concatenate(node.parts, 0)
+    return jax.lax.concatenate(node.parts, node.axis)

@@ -28,7 +28,7 @@ from jaxpp.runtime.edges import to_device, to_host, unaliased
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import shapes_of
-from jaxpp.stages.stacked import Slices, Slicing, rows
+from jaxpp.stages.stacked import Slices, Slicing
 from jaxpp.types import Array, Device, DType, Leaf
 
 __all__ = ["LARGEST_PACKED", "HostCopy", "HostStore", "SetPacking", "Traffic"]
@@ -109,8 +109,7 @@ class SetPacking:
             if node is None:
                 parts.append(leaf)
             else:
-                each = [np.asarray(leaf)[a:b] for a, b in rows(node.sizes)]
-                parts += jax.block_until_ready(to_host(each, node.parts))
+                parts += jax.block_until_ready(to_host(node.of(np.asarray(leaf)), node.parts))
         return parts
 
     def views(self, arrays: Sequence[Array]) -> tuple[Leaf, ...]:
@@ -120,7 +119,9 @@ class SetPacking:
             for k, part in zip(group, np.split(np.asarray(vector), self._cuts(group)), strict=True):
                 leaves[k] = part.view(self._shapes[k].dtype).reshape(self._shapes[k].shape)
         parts = iter(leaves[k] for k in range(len(self._shapes)))
-        return tuple(next(parts) if node is None else _whole_rows(list(islice(parts, len(node.sizes)))) for node in self._divided)
+        return tuple(
+            next(parts) if node is None else _whole_rows(list(islice(parts, len(node.sizes))), node.axis) for node in self._divided
+        )
 
     def _cuts(self, group: Sequence[int]) -> list[int]:
         return list(accumulate(math.prod(self._shapes[k].shape) for k in group[:-1]))
@@ -476,16 +477,16 @@ def _write_failed(name: Hashable, error: Exception) -> BankError:
 
 def _key(homes: Sequence[SetHome]) -> Hashable:
     """What is the same for the same homes."""
-    return tuple((home.parts, home.sizes) if isinstance(home, Slices) else home for home in homes)
+    return tuple((home.parts, home.division) if isinstance(home, Slices) else home for home in homes)
 
 
 def _divided_like(aval: jax.ShapeDtypeStruct, home: SetHome) -> jax.ShapeDtypeStruct | Slices:
     """The shape of what travels of a leaf."""
-    return Slicing((home.sizes,)).of([aval])[0] if isinstance(home, Slices) else aval
+    return Slicing((home.sizes,), (home.axis,)).of([aval])[0] if isinstance(home, Slices) else aval
 
 
-def _whole_rows(parts: Sequence[Leaf]) -> np.ndarray:
-    whole = np.concatenate([np.asarray(part) for part in parts])
+def _whole_rows(parts: Sequence[Leaf], axis: int) -> np.ndarray:
+    whole = np.concatenate([np.asarray(part) for part in parts], axis)
     whole.flags.writeable = False
     return whole
 

@@ -476,7 +476,17 @@ REFUSED = {
     "one collective over data and model": (
         mapped(lambda x: x + jax.lax.all_gather(x, ("data", "model")).sum(), P("data", "model"), mesh=MESH),
         {"mesh": MESH, "shardings": RULES},
-        ["all_gather over 'data', 'model'", "call one collective for each axis", __file__],
+        [
+            "a rank computes all blocks along 'data' itself, and its devices share those along 'model'",
+            "all_gather over 'data', 'model'",
+            "call one collective for each axis",
+            __file__,
+        ],
+    ),
+    "a ring over data and model": (
+        mapped(lambda x: jax.lax.ppermute(x, ("data", "model"), [(0, 1), (1, 0)]), P("data", "model"), mesh=MESH),
+        {"mesh": MESH, "shardings": RULES},
+        ["ppermute over 'data', 'model'", "call one collective for each axis", __file__],
     ),
     "another axis": (
         constrained(NamedSharding(mesh_of(2, 4, names=("a", "b")), P("b"))),
@@ -490,10 +500,14 @@ REFUSED = {
 def test_what_a_stage_cannot_do_is_refused(case):
     between, options, lines = REFUSED[case]
     pipe = jaxpp.Pipeline(chain(between), optax.sgd(0.1), num_stages=2, num_microbatches=2, **options)
+    given = params()
+    before = len(jax.live_arrays())
     with pytest.raises(LossError) as error:
-        pipe.init(params(), BATCH)
+        pipe.init(given, BATCH)
     for line in lines:
         assert line in str(error.value)
+    del error
+    assert len(jax.live_arrays()) <= before  # no parameter was placed on a device
 
 
 SHARDINGS = {
@@ -554,6 +568,27 @@ def test_rules_for_axes_that_nobody_has_are_refused(rules):
     pipe = jaxpp.Pipeline(chain(nn.relu), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=MESH, shardings=rules)
     with pytest.raises(ArgumentError, match="logical axis rules map names that parameters give their axes"):
         pipe.init(params(), BATCH)
+
+
+@pytest.mark.parametrize("rules", [{"l0": "column"}, {"*": P(None, "model")}, RULES, lambda path, shape: "column"])
+@pytest.mark.parametrize(
+    "options", [{}, {"devices": jax.devices()[:1]}, {"data_parallel": 2}, {"mesh": mesh_of(2, 2, names=("pipe", "data"))}]
+)
+def test_rules_over_an_axis_that_a_pipeline_does_not_have_are_refused(options, rules):
+    # What a function said was dropped without a word where there were replicas.
+    with pytest.raises(ArgumentError) as error:
+        jaxpp.Pipeline(chain(nn.relu), optax.sgd(0.1), num_stages=2, num_microbatches=2, shardings=rules, **options).init(
+            params(), BATCH
+        )
+    assert 'shardings: parameters are sharded over the "model" axis of a mesh, or divided over "data".' in str(error.value)
+    assert 'Fix: pass for example mesh=jax.make_mesh((2, 2), ("pipe", "model"))' in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.DevicesWarning")
+def test_rules_over_an_axis_of_one_device_divide_nothing():
+    mesh = mesh_of(2, 1, 1)
+    pipe = jaxpp.Pipeline(chain(nn.relu), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=mesh, shardings=RULES)
+    pipe.verify(pipe.init(params(), BATCH), BATCH)
 
 
 def test_devices_over_which_nothing_is_divided_are_warned_of():

@@ -101,6 +101,42 @@ def test_in_the_model(case):
         check(chain(between), chain(plain), **ON)
 
 
+def scaled(x):
+    """Twice as much, computed block by block."""
+
+    def kernel(factor, given, made):
+        made[...] = given[...] * factor[0]
+
+    block = pl.BlockSpec((x.shape[0] // 2, 4), lambda i, j: ((i + 1) % 2, j))
+    options = {"grid": (2, 2), "in_specs": [pl.BlockSpec((1,), lambda i, j: (0,)), block], "out_specs": block, "interpret": True}
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(kernel, out_shape=shape, **options)(jnp.full(1, 2, x.dtype), x)
+
+
+@jax.custom_vjp
+def scaled_both_ways(x):
+    return scaled(x)
+
+
+scaled_both_ways.defvjp(lambda x: (scaled(x), None), lambda _, g: (scaled(g),))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (AxisType.Auto, ON),
+        pytest.param(AxisType.Explicit, {"shardings": RULES}, marks=pytest.mark.long),
+        pytest.param(AxisType.Explicit, {"mesh": None}, marks=pytest.mark.long),
+        pytest.param(AxisType.Explicit, {"mesh": None, "data_parallel": 2}, marks=pytest.mark.long),
+    ],
+)
+def test_a_kernel_where_a_mesh_is_set(kind, options):
+    # The shape of what a kernel returns named the mesh that was set, and differentiation failed in JAX's words on a rank.
+    mesh = Mesh(MESH.devices, MESH.axis_names, axis_types=(kind,) * 3)
+    with jax.set_mesh(mesh):
+        check(chain(scaled_both_ways), chain(lambda x: 2 * x), **{"mesh": mesh} | options)
+
+
 BOTH = P("data", "model")
 RING = [(0, 1), (1, 0)]
 OWN = Mesh(np.array(jax.devices()[:2]), ("x",))

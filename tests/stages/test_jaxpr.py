@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jaxpp.stages import jaxpr as inside
@@ -335,3 +336,21 @@ def test_arrays_that_a_function_closes_over_are_its_constants():
     assert flat, "an array that the function closes over is neither a constant nor a number"
     assert len(closed.jaxpr.constvars) == len(closed.consts)
     assert isinstance(closed.jaxpr, Jaxpr)
+
+
+def test_the_parameters_of_a_kernel_hold_the_shapes_of_blocks_and_their_functions():
+    block = pl.BlockSpec((4,), lambda i: (i,))
+
+    def double(x):
+        def kernel(given, made):
+            made[...] = given[...] * 2
+
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(kernel, out_shape=shape, grid=(2,), in_specs=[block], out_specs=block, interpret=True)(x)
+
+    eqn = only("pallas_call", double, jnp.ones(8))
+    seen = []
+    inside.with_params(eqn, lambda name, value: seen.append((name, value)) or value)
+    types = {name for name, value in seen if inside.is_typed(value)}
+    assert {"out_avals", "transformed_block_aval"} <= types
+    assert "index_map_jaxpr" in {name for name, _ in seen}

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jaxpp
 from jaxpp.errors import CutError, OptimizerError
@@ -183,6 +185,21 @@ def test_a_loop_over_parameters_that_were_cast_before_is_cut_too():
     state = pipe.init({"w": PARAMS["w"], "v": PARAMS["w"]}, BATCH)
     pipe.verify(state, BATCH)
     assert [stage.num_params for stage in pipe.stages] == [16, 16, 16, 16, 16 + 80]
+
+
+@pytest.mark.parametrize("spec", [P(None, "model"), pytest.param(P("model"), marks=pytest.mark.long)], ids=str)
+def test_a_loop_over_parameters_with_a_constraint_is_cut_too(spec):
+    # A random model on a random mesh was refused: its loop read what a constraint returned, and that was no parameter.
+    def loss_fn(params, batch):
+        w = jax.lax.with_sharding_constraint(params["w"], spec)
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, w)
+        return (x**2).mean()
+
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("pipe", "model"))
+    pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-2), num_stages=2, num_microbatches=2, mesh=mesh)
+    state = pipe.init({"w": jnp.concatenate([PARAMS["w"], PARAMS["w"][:1]])}, BATCH)
+    assert [stage.num_params for stage in pipe.stages] == [48, 48]
+    pipe.verify(state, BATCH)
 
 
 def test_an_optimizer_that_combines_the_layers_is_refused():

@@ -271,8 +271,8 @@ def _is_called(loss: TracedLoss, leaf: int, path: str, wanted: str, *, is_own: b
 def _first_use_of_row(loss: TracedLoss, wanted: str, row: int, *, is_own: bool) -> int | None:
     """Where a row is first read, of the parameters with a path that begins so; not with all others, unless it only is so."""
     uses_of_row: list[tuple[bool, int]] = []
-    for leaf, (path, first) in enumerate(loss.stacks):
-        length = sum(aval_of(loss.params[leaf]).shape[:1])
+    for leaf, (path, first, axis) in enumerate(loss.stacks):
+        length = sum(aval_of(loss.params[leaf]).shape[axis : axis + 1])
         if _is_called(loss, leaf, path, wanted, is_own=is_own) and 0 <= row - first < length:
             is_slice = loss.param_paths[leaf] != path
             reads = (read for read in loss.reads if read.leaf == leaf and read.start <= row - first < read.stop)
@@ -396,7 +396,7 @@ def _too_large(loss: TracedLoss, position: int, num_stages: int) -> bool:
     return whole and num_stages > 1 and (share * num_stages > 2 or share > 0.9)
 
 
-_LAYERS = "loop over layers with lax.scan over parameters stacked along their first axis (as they are, or cast)"
+_LAYERS = "loop over layers with lax.scan over parameters stacked along one axis (as they are, cast, or transposed)"
 _ADVICE = {
     "while": ("a while loop", _LAYERS),
     "cond": ("a cond", "choose the branch outside the loss (a loss for each), or compute both and choose with jnp.where"),

@@ -90,7 +90,7 @@ class TracedLoss:
     step: SpineCosts | None = None  # what each spine equation takes in a step, if the stages are balanced by that
     clock: tuple[tuple[float, float], ...] = ()  # where measured, after which part of the costs which part of the time has passed
     shared: frozenset[int] = frozenset()  # the batch leaves that every microbatch gets as they are
-    stacks: tuple[tuple[str, int], ...] = ()  # of each parameter leaf the user's leaf, and which row of that is its first
+    stacks: tuple[tuple[str, int, int], ...] = ()  # of each parameter leaf the user's leaf, its first row there, and the rows' axis
     is_loss: bool = True  # False for a function whose outputs are the aux leaves; its loss is a literal that nobody reads
     axes: RankAxes = ONE_DEVICE  # of the ranks on which it is to run
     num_own: int = 0  # how many parameter leaves, the last, each replica has of its own (those of a task)
@@ -264,7 +264,7 @@ class TracedLoss:
     def _prefixes(self) -> tuple[str, str]:
         """What the paths of all shared parameters begin with, and those of all parameters of a task."""
         split = len(self.param_paths) - self.num_own
-        whole = [path for path, _ in self.stacks[split:]]
+        whole = [path for path, _, _ in self.stacks[split:]]
         own = _shared_prefix(whole)
         if own not in (OWN_NAME, "") and all(posixpath.dirname(path) == own for path in whole):
             own = posixpath.dirname(own)  # a task of one module has its name
@@ -290,9 +290,9 @@ class TracedLoss:
         of_param = [".".join(path[: 2 if path[1:] and path[1].isdigit() else 1]) for path in parts]
         shared = {name for leaf, name in enumerate(of_param) if not self.is_own(leaf)}
         of_param = [f"{OWN_NAME}.{name}" if self.is_own(leaf) and name in shared else name for leaf, name in enumerate(of_param)]
-        for leaf, (path, row) in enumerate(self.stacks):
+        for leaf, (path, row, axis) in enumerate(self.stacks):
             if path != self.param_paths[leaf]:
-                of_param[leaf] += f"[{row}:{row + aval_of(self.params[leaf]).shape[0]}]"
+                of_param[leaf] += f"[{row}:{row + aval_of(self.params[leaf]).shape[axis]}]"
         common = Counter(leaf for uses in self.param_uses for leaf in uses)
         return tuple(of_param[min(uses, key=lambda leaf: (common[leaf], leaf))] if uses else "" for uses in self.param_uses)
 
@@ -473,7 +473,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     _check_order(graph, words)
     paths = _paths(param_leaves), _paths(state_leaves)
     whole = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_slices)[0]
-    stacks = tuple((path, row) for path, (_, leaf) in zip(_paths(whole), whole, strict=True) for row in first_rows(leaf))
+    stacks = tuple((path, *at) for path, (_, leaf) in zip(_paths(whole), whole, strict=True) for at in first_rows(leaf))
     traced = TracedLoss(
         graph,
         *paths,
