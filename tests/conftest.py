@@ -72,13 +72,15 @@ def pytest_cmdline_main(config):
         config.option.dist = "loadfile"  # the tests of a file share fixtures and compiled programs
 
 
+HEAVY = pathlib.Path(__file__).parent / "heavy.txt"
+"""Tests that are long because of the seconds they take, though nothing else sets them apart: read off ``--durations=0``."""
 MOST_CASES = 4
 """Of a long test with more cases than this, some are slow."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a long test with many cases a third stays long, chosen by their names; the slow tier has the others, too."""
+    """Of a long test with many cases a third stays long, chosen by their names, and the others are slow; what is heavy is long."""
     cases = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("long") and not item.get_closest_marker("slow") and hasattr(item, "callspec"):
@@ -87,6 +89,10 @@ def pytest_collection_modifyitems(items):
         ordered = sorted(same, key=lambda item: zlib.crc32(item.nodeid.encode()))
         for item in ordered[max(MOST_CASES, len(same) // 3) :]:
             item.add_marker(pytest.mark.slow)
+    heavy = set(HEAVY.read_text().splitlines())
+    for item in items:
+        if item.nodeid in heavy:
+            item.add_marker(pytest.mark.long)
 
 
 def pytest_runtest_logfinish():

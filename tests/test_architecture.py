@@ -146,3 +146,9 @@ assert not {"flax", "scipy.sparse", "matplotlib", "orbax"} & set(sys.modules)
 
 def test_a_name_is_imported_when_it_is_used_and_what_few_need_when_they_need_it():
     subprocess.run([sys.executable, "-c", IMPORTS], check=True, cwd=PROJECT)
+
+
+def test_the_tests_that_are_called_heavy_exist():
+    tests = [line.partition("[")[0].split("::") for line in (ROOT.parent / "tests" / "heavy.txt").read_text().splitlines()]
+    assert not [path for path, _ in tests if not (ROOT.parent / path).exists()]
+    assert not [(path, name) for path, name in tests if f"def {name}(" not in (ROOT.parent / path).read_text()]
