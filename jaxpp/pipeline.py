@@ -258,6 +258,7 @@ class Pipeline(Forward):
         shared: str | Sequence[str] = (),
         hbm: float | str | None = None,
         fuse: bool | None = None,
+        host: str | None = None,
     ) -> "Pipeline":
         """A pipeline from explicit stage functions, for teaching and debugging.
 

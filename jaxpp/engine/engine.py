@@ -28,7 +28,7 @@ from jaxpp.plan.visits import early, here, with_visits
 from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import NanCheck, flags
-from jaxpp.runtime.edges import at_replica, put, put_at, split_over_replicas, to_device, to_homes, unaliased
+from jaxpp.runtime.edges import HOST_MEMORY, at_replica, put, put_at, split_over_replicas, to_device, to_homes, unaliased
 from jaxpp.runtime.execute import Observer, execute, limit_of
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.place import Placement
@@ -389,7 +389,10 @@ class Engine:
             observer = self._limit.beside(observer)
         if self.alone:
             plan, lowered = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
-            return lowered.outcome(execute(plan, self._arguments(lowered, purpose, leaves, batch, key), observer, hold))
+            outcome = lowered.outcome(execute(plan, self._arguments(lowered, purpose, leaves, batch, key), observer, hold))
+            if donate and self.options.waiting:
+                _let_go(leaves, outcome.state)
+            return outcome
         plan, lowered, again = self._agreed_plan(purpose, batch, key, loss_fn, donate=donate, watched=watched)
         try:
             arguments = self._arguments(lowered, purpose, leaves, batch, key)
@@ -438,6 +441,14 @@ def open_engine(
     preparer = Preparer(options, layout, placed.placement, first, microbatch, key)
     engine = Engine(options, optimizer, placed, preparer, programs, shapes)
     return engine.with_schedule(made_for(options, first, programs)) if options.made_to_measure else engine
+
+
+def _let_go(old: Leaves[Array], new: Leaves[Array]) -> None:
+    """Delete what waited in host memory before a step, but for what is in the new state too; copies under way still end."""
+    kept = set(map(id, new.flat()))
+    for leaf in old.flat() if new.flat() else ():
+        if leaf.sharding.memory_kind == HOST_MEMORY and id(leaf) not in kept:
+            leaf.delete()
 
 
 def _read_by(purpose: Purpose, leaves: Leaves[_T]) -> Leaves[_T]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
@@ -475,9 +476,13 @@ class Placed:
 
     @cached_property
     def numbers(self) -> frozenset[tuple[Role, int]]:
-        """The leaves that are single numbers, by role and index: these are always on devices."""
+        """The leaves that are single numbers, or keys, by role and index: these are always on devices."""
+
+        def stays(aval: Aval) -> bool:
+            return math.prod(aval.shape) <= 1 or jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
         pairs = zip(self.names_on_devices.flat(), self.shapes.flat(), strict=True)
-        return frozenset((name.ref.role, name.ref.index) for name, aval in pairs if math.prod(aval.shape) <= 1)
+        return frozenset((name.ref.role, name.ref.index) for name, aval in pairs if stays(aval))
 
     @cached_property
     def names_on_devices(self) -> Leaves[Name]:

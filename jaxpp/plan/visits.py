@@ -3,7 +3,7 @@
 Lines are written as if everything lived on devices. Here those of a step are given copies of what waits (``Waiting``). A *visit* is
 a run of lines of one stage at its place, undisturbed by other stages there: within it a value is copied in once and is let go after
 its last reader. What a visit begins with is copied in while the visit before it runs, what it reads later (the optimizer's state)
-from its beginning on. What a visit has changed and a later one, or the caller, wants goes
+once its forwards are done. What a visit has changed and a later one, or the caller, wants goes
 out. What a step computes from parameters alone (a cast) is computed again in each visit, which is cheaper than a copy.
 
 The update of a stage runs as soon as its gradients are complete (``early``), so that these need not wait in between.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from jaxpp.plan.builder import CALLER, Builder, Line, MemoryCopy, Name
+from jaxpp.schedule.action import Kind
 from jaxpp.stages.program import Role
 
 WAITING: Mapping[str, frozenset[Role]] = {
@@ -115,6 +116,7 @@ class _Visits:
         self._makers = dict[Name, Line]()  # of what each visit computes again
         self._lines = self._without_needless(builder.lines)
         self._begins = dict[int, int]()  # the first line of each visit
+        self._returns = dict[int, int]()  # and the one after its last forward
         self._ahead = dict[int, int]()  # and of the visit before it at its place, or the last program before
         self._ins: defaultdict[int, list[tuple[Name, Name]]] = defaultdict(list)  # the copies right before each line
         self._outs: defaultdict[int, list[tuple[Name, Name]]] = defaultdict(list)  # and right behind it
@@ -174,6 +176,8 @@ class _Visits:
                     if not line.is_send:  # what passes by ends no visit
                         visits[at] = name.stage, visit
                 self._values[name].touches[number] = visit
+                if line.action is not None and line.action.kind == Kind.F:
+                    self._returns[visit] = number + 1
 
     def _visited(self, number: int, line: Line) -> Line:
         """The line with the names that its values have in their visits; notes what is copied and computed around it."""
@@ -200,6 +204,8 @@ class _Visits:
         if value.visit != value.touches[number] and name not in self._makers:
             visit = value.touches[number]
             early = self._begins[visit] if self._begins[visit] < number else self._ahead[visit]
+            returns = self._returns.get(visit, 0)
+            early = max(early, returns) if returns <= number else early
             self._ins[max(early, value.since + 1)].append((cast("Name", value.copy), named))
 
     def _is_wanted(self, number: int, name: Name) -> bool:

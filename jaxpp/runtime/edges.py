@@ -127,7 +127,7 @@ def to_homes(leaves: Sequence[Leaf], homes: Sequence[Home]) -> list[Array]:
     if jax.process_count() > 1:
         return [_to_home(leaf, home) for leaf, home in zip(leaves, homes, strict=True)]
     ours = [_to_home(leaf, home) if isinstance(leaf, np.ndarray) else leaf for leaf, home in zip(leaves, homes, strict=True)]
-    return jax.device_put(ours, list(homes))
+    return jax.device_put(ours, list(map(as_sharding, homes)))  # a device alone would leave what is in host memory there
 
 
 def _to_home(leaf: Leaf, home: Home) -> Array:

@@ -270,6 +270,77 @@ def test_what_else_reads_a_state_reads_one_that_waits():
     assert "copies to host memory or back" in str(pipe.profile(state, BATCH, KEY))
 
 
+def test_a_device_holds_no_more_than_with_the_optimizer_alone_in_host_memory():
+    """With one stage on each rank the visit is the whole step: the optimizer's state comes once the forwards are done."""
+    x = jnp.ones((2048, 64), jnp.float32)
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def peak(host):
+        pipe = pipeline(host, loss, order=schedule("1f1b", microbatches=8), microbatches=8)
+        return max(pipe.forecast([jnp.eye(64)] * 8, x).peaks.values())
+
+    none, optimizer, params = map(peak, (None, "optimizer", "params"))
+    assert params <= 1.02 * optimizer, "but for what a microbatch keeps"
+    assert optimizer < none
+
+
+def test_what_waits_goes_to_a_pipeline_whose_state_is_on_devices_and_back():
+    pipes = {host: trained(host)[:2] for host in (None, "optimizer", "params")}
+    plain, expected = pipes[None][0], jax.tree.map(np.asarray, pipes[None][0].step(pipes[None][1], BATCH, KEY, donate=False)[0])
+    for _, state in pipes.values():
+        for pipe, _ in pipes.values():
+            same(pipe.step(state, BATCH, KEY, donate=False)[0], expected)
+    params = pipes["params"][1].params
+    same(plain.evaluate(pipes["params"][1], BATCH, KEY).loss, plain.evaluate(pipes[None][1], BATCH, KEY).loss)
+    grads = jaxpp.value_and_grad(tied_loss, num_stages=2)
+    same(grads(params, BATCH, KEY), grads(jax.device_get(params), BATCH, KEY))
+
+
+def test_a_step_consumes_what_waits_unless_it_is_told_not_to():
+    pipe, state, _ = trained("params")
+    later, _ = pipe.step(state, BATCH, KEY, donate=False)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state.held, later.held)))
+    pipe.step(state, BATCH, KEY)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.held) if leaf.size > 1)
+    with pytest.raises(jaxpp.errors.StateError, match="consumed"):
+        pipe.step(state, BATCH, KEY)
+    frozen, state, _ = trained("params", optimizer=MANY["frozen"]["optimizer"])
+    later, _ = frozen.step(state, BATCH, KEY)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(later.held))
+
+
+def test_keys_in_the_optimizers_state_stay_on_devices():
+    def init(params):
+        return {"keys": jax.random.split(jax.random.key(1), 4), "sum": jax.tree.map(jnp.zeros_like, params)}
+
+    def update(grads, state, params=None):
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, 1))(state["keys"])
+        return jax.tree.map(lambda g: -0.01 * g, grads), {"keys": keys, "sum": grads}
+
+    optimizer = optax.GradientTransformation(init, update)
+    found, plain = (trained(host, optimizer=optimizer)[1] for host in ("params", None))
+    same(found.params, plain.params)
+    assert (jax.random.key_data(found.opt_state["keys"]) == jax.random.key_data(plain.opt_state["keys"])).all()
+
+
+def test_stages_by_hand_may_wait_too():
+    def train(host):
+        stages = [lambda w, x: jnp.tanh(x @ w)] * 4
+        order = schedule("looped-bfs", per_rank=2)
+        made = {"loss": lambda y, t: jnp.mean((y - t) ** 2), "optimizer": optax.adam(1e-2), "schedule": order}
+        pipe = jaxpp.Pipeline.from_stages(stages, num_microbatches=4, host=host, **made)
+        state = pipe.init([jnp.eye(WIDTH)] * 4, (BATCH, BATCH))
+        return pipe.step(state, (BATCH, BATCH))[0]
+
+    found = train("params")
+    assert kinds(held(found)) == {HOST}
+    same(found, train(None))
+
+
 def test_words_that_cannot_wait_are_refused():
     with pytest.raises(ArgumentError, match=r"host='gradients'.*\n.*Got: 'gradients'"):
         pipeline("gradients")
