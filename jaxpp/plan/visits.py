@@ -42,28 +42,29 @@ def early(lines: Sequence[Line]) -> list[Line]:
     if any(line.call is not None and not line.copies for line in lines[last + 1 :]):
         return list(lines)
     written, read = dict[Name, int](), dict[Name, int]()  # behind which line each name was written, and read, last
-    waits = dict[Name, Line]()  # what needs nothing of the step, by what it makes: it runs right before its reader
+    idle = list[Line]()  # what needs nothing of the step: it runs right before what reads its results, or changes what it reads
     behind: defaultdict[int, list[Line]] = defaultdict(list)
     for number, line in enumerate(lines):
         at = number
         if number > last:
             names = (*line.inputs, *line.outputs)
             at = max([*(written.get(name, -1) for name in names), *(read.get(name, -1) for name in (*line.outputs, *line.taken))])
-            if at < 0 and not any(name in waits for name in line.inputs):
-                waits |= dict.fromkeys(line.outputs, line)
+            if at < 0 and not any(_comes_first(other, line) for other in idle):
+                idle.append(line)
                 continue
             at = number if at < 0 else at
-        for name in line.inputs:
-            if name in waits:
-                first = waits.pop(name)
-                waits = {name: other for name, other in waits.items() if other is not first}
-                behind[at].append(first)
-                written |= dict.fromkeys(first.outputs, at)
-                read |= {name: max(at, read.get(name, -1)) for name in first.inputs}
-        behind[at].append(line)
-        written |= dict.fromkeys(line.outputs, at)
-        read |= {name: max(at, read.get(name, -1)) for name in line.inputs}
-    return [*(line for number in range(len(lines)) for line in behind[number]), *dict.fromkeys(waits.values())]
+        ready = [other for other in idle if _comes_first(other, line)]
+        idle = [other for other in idle if other not in ready]
+        for each in (*ready, line):
+            behind[at].append(each)
+            written |= dict.fromkeys(each.outputs, at)
+            read |= {name: max(at, read.get(name, -1)) for name in each.inputs}
+    return [*(line for number in range(len(lines)) for line in behind[number]), *idle]
+
+
+def _comes_first(other: Line, line: Line) -> bool:
+    """Whether a line reads what the other one makes, or changes what it reads."""
+    return not set(other.outputs).isdisjoint(line.inputs) or not set(other.inputs).isdisjoint((*line.outputs, *line.taken))
 
 
 def with_visits(

@@ -381,6 +381,8 @@ def test_an_update_moves_to_the_end_of_what_it_reads_and_no_further():
     builder.send("update", b, a)  # writes what B reads
     builder.send("another", b, d._replace(stage=2))
     assert [line.label for line in early(builder.lines)] == ["F", "another", "B", "update", "number"]
+    builder.send("a new number", b, d)  # changes what is sent as the number
+    assert [line.label for line in early(builder.lines)] == ["F", "another", "number", "a new number", "B", "update"]
 
 
 def tier(seed):
