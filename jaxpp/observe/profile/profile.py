@@ -349,7 +349,8 @@ class Profile(Drawn):
             clocks = f"{self.num_processes} processes, whose clocks are aligned to within {within}"
             lines.append(f"{clocks}: when something happened in two of them can be compared no better")
         if self.copies:
-            what = f"{len(self.copies)} copies to host memory or back"
+            of = " of residuals" * all(span.action is not None for span in self.copies)
+            what = f"{len(self.copies)} copies{of} to host memory or back"
             took = f"at least one was under way for {_milli(covered(self.copies))} ms"
             lines.append(f"{what}; {took}; waiting for them counts as waiting for transfers")
         slow, num_stages, times = [], self.schedule.num_stages, self.measured.durations
