@@ -172,8 +172,7 @@ class Programs:
                         self._keep(job, chosen, made, settled)
                         bar.update()
         finally:
-            with held():
-                pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C nobody waits for what nobody will use
+            _end(pool)
 
     def _is_compiled(self, job: PlacedProgram, given: Shardings, settled: Hashable) -> bool:
         name = _does(job, given, settled)
@@ -217,6 +216,16 @@ class Programs:
     def num_compiled(self) -> int:
         """How many different ones were compiled; ``len`` counts each program by itself."""
         return len({id(made) for made in list(self._same.values())})
+
+
+def _end(pool: ThreadPoolExecutor) -> None:
+    """End the threads of a pool without waiting: after Ctrl-C nobody waits for what nobody will use."""
+    try:
+        with held():
+            pool.shutdown(wait=False, cancel_futures=True)
+    except KeyboardInterrupt:  # it came before signals were held, and the threads would live as long as the pool
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
 
 
 def _lower(job: PlacedProgram, given: Shardings) -> Lowered:
