@@ -1,10 +1,10 @@
 """Visits: what waits in host memory comes to its devices before the lines that read it, and goes back when it has changed.
 
-Lines are written as if everything lived on devices. Here those of a step are given copies of what waits (``Waiting``). A *visit* is
-a run of lines of one stage at its place, undisturbed by other stages there: within it a value is copied in once and is let go after
-its last reader. What a visit begins with is copied in while the visit before it runs, what it reads later (the optimizer's state)
-once its forwards are done. What a visit has changed and a later one, or the caller, wants goes
-out. What a step computes from parameters alone (a cast) is computed again in each visit, which is cheaper than a copy.
+Lines are written as if everything lived on devices. Here those of a step are given copies of what waits. A *visit* is a run of
+lines of one stage at its place, undisturbed by other stages there: within it a value is copied in once and is let go after its last
+reader. What a visit begins with is copied in while the visit before it runs, what it reads later (the optimizer's state) once its
+forwards are done. What a visit has changed and a later one, or the caller, wants goes out. What a step computes from parameters
+alone (a cast) is computed again in each visit, which is cheaper than a copy.
 
 The update of a stage runs as soon as its gradients are complete (``early``), so that these need not wait in between.
 """
@@ -118,7 +118,7 @@ class _Visits:
         self._lines = self._without_needless(builder.lines)
         self._begins = dict[int, int]()  # the first line of each visit
         self._returns = dict[int, int]()  # and the one after its last forward
-        self._ahead = dict[int, int]()  # and of the visit before it at its place, or the last program before
+        self._ahead = dict[int, int]()  # the first line of the visit before it at its place, or the last program before it
         self._ins: defaultdict[int, list[tuple[Name, Name]]] = defaultdict(list)  # the copies right before each line
         self._outs: defaultdict[int, list[tuple[Name, Name]]] = defaultdict(list)  # and right behind it
         self._again: defaultdict[int, list[Line]] = defaultdict(list)  # the programs right before it
