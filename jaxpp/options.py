@@ -66,6 +66,7 @@ class Options:
     shared: tuple[str, ...] = ()
     trains: tuple[str, ...] | None = None  # the paths of the parameters that a step changes; None: of all
     host: str | None = None  # what waits in host memory while no device works with it: a word of ``WAITING``
+    delay: int = 0  # how many steps the gradients of a step are late
     max_shapes: int = 8
     fuse: bool = False  # whether a forward and the backward right behind it run as one program, where a stage can
     hbm: int | None = None  # bytes of each device, into which a step is to fit; None if nobody asks
@@ -125,6 +126,7 @@ class Options:
             "shared": _shared_of,
             "trains": _trains_of,
             "host": _host_of,
+            "delay": _delay_of,
             "fuse": lambda fuse: _fuse_of(fuse, platform),
             "max_shapes": int,
         }
@@ -142,6 +144,8 @@ class Options:
         found = cls(positional_key(loss_fn, 2 + has_state, called), made, places, **given)
         if any(each is not None for each in found.offload):
             _check_memories(found.devices, 'remat="offload"', 'remat="least" or remat="recompute"')
+        if found.delay:
+            _check_delay(found)
         if found.host is not None:
             _check_memories(found.devices, f"host={found.host!r}", "no host=")
             _check_host(found)
@@ -222,6 +226,23 @@ def _host_of(host: object) -> object:
         fix = 'pass host="optimizer", or host="params" for these, their gradients and the optimizer, or leave it out'
         raise ArgumentError(f"host={shown(host)}", rule, shown(host), fix)
     return host
+
+
+def _delay_of(delay: object) -> object:
+    if isinstance(delay, bool) or delay not in (0, 1):
+        rule = "gradients are of the parameters that a step finds (0), or of those before the last step (1)"
+        raise ArgumentError(f"delay={shown(delay)}", rule, shown(delay), "pass delay=1, or leave it out")
+    return delay
+
+
+def _check_delay(options: "Options") -> None:
+    """Refuse what has no parameters of an earlier step."""
+    several = len(processes_of(options.devices)) > 1
+    wrong = {"devices of several processes": several, f"host={options.host!r}": options.host is not None}
+    wrong |= {"a loss scale, which a step may skip": options.loss_scale is not None}
+    if got := [what for what, is_there in wrong.items() if is_there]:
+        rule = "steps follow one another on devices of one process that hold the parameters twice, and none is skipped"
+        raise ArgumentError(f"delay={options.delay}", rule, got, "leave delay or these out")
 
 
 def _check_host(options: "Options") -> None:

@@ -211,6 +211,7 @@ class Pipeline(Forward):
         hbm: float | str | None = None,
         fuse: bool | None = None,
         host: str | None = None,
+        delay: int = 0,
     ):
         hbm = None if hbm is None else parse_bytes(hbm)
         given = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
@@ -229,6 +230,9 @@ class Pipeline(Forward):
                 "leave host or bank out",
             )
             raise ArgumentError(f"host={host!r}", rule, "both", fix)
+        if bank is not None and options.delay:
+            rule, fix = "the set of a task is of one step, and has no parameters before it", "leave delay or bank out"
+            raise ArgumentError(f"delay={delay!r}", rule, "both", fix)
         if bank is not None and options.trains is not None:
             rule, fix = "a step with a bank trains Theta and the set of its task", "leave trains or bank out"
             raise ArgumentError(f"trains={trains!r}", rule, "both", fix)
@@ -259,6 +263,7 @@ class Pipeline(Forward):
         hbm: float | str | None = None,
         fuse: bool | None = None,
         host: str | None = None,
+        delay: int = 0,
     ) -> "Pipeline":
         """A pipeline from explicit stage functions, for teaching and debugging.
 
@@ -413,7 +418,7 @@ class Pipeline(Forward):
         engine, runner = setup.engine, self._opened("init").runner
         self._newest.state = None  # there may be no room for two
         leaves = first_leaves(engine, given, runner.held(engine.placed.names), runner.held(engine.placed.homes))
-        leaves = runner.with_opt_state(leaves)._replace(loss_scale=engine.make_loss_scale())
+        leaves = engine.with_previous(runner.with_opt_state(leaves)._replace(loss_scale=engine.make_loss_scale()))
         self._newest.state = state = setup.states.wrap(leaves)
         return state
 

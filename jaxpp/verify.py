@@ -241,8 +241,9 @@ def verify_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | 
     """Compare a step with the plain step on each process's first device, and leave the state as it is; all raise what one finds."""
     where, rule = "pipe.verify", "every process computes the plain step, and needs the whole batch for it"
     if engine.alone:
-        found = engine.run("grads", leaves, batch, key)
-        compared = verify_grads(engine, leaves, batch, key, found)
+        read = engine.before_last(leaves)
+        found = engine.run("grads", read, batch, key)
+        compared = verify_grads(engine, read, batch, key, found)
         verify_update(engine, leaves, found, engine.run("update", leaves, batch, key, donate=False).state)
         return Comparisons((*compared, _UPDATED))
     with agreement(where, engine.options.devices) as agree:
@@ -251,13 +252,14 @@ def verify_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | 
         if shapes:
             raise BatchError(where, rule, f"only the shape of {', '.join(shapes)}", "pass the arrays in every process")
         agree(dict)
-    found = engine.run("grads", leaves, batch, key)._replace(squares=())
+    read = engine.before_last(leaves)
+    found = engine.run("grads", read, batch, key)._replace(squares=())
     after = engine.run("update", leaves, batch, key, donate=False).state
-    found, after, leaves, batch, key = gather((found, after, leaves, batch, key))
+    found, after, leaves, read, batch, key = gather((found, after, leaves, read, batch, key))
     compared = []
 
     def check() -> None:
-        compared.extend(verify_grads(engine, leaves, batch, key, found))
+        compared.extend(verify_grads(engine, read, batch, key, found))
         verify_update(engine, leaves, found, after)
 
     raise_alike(where, check, VerifyError)
@@ -487,7 +489,7 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
         seen = floating(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, seen, value=loss)
         params = with_others(optax.apply_updates(seen, updates), state.params)
-        new = State(params, opt_state, model_state, step=None)  # pyright: ignore[reportArgumentType]
+        new = State(params, opt_state, model_state, previous=_newest_of(state), step=None)  # pyright: ignore[reportArgumentType]
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state.replace(loss_scale=()))
         return new.replace(loss_scale=tree.unflatten(scale))
 
@@ -503,6 +505,13 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
     else:
         wanted = update(grads, whole, model_state, loss)
     compare("", after, wanted)
+
+
+def _newest_of(state: State) -> Params:
+    """The parameters of a state, as far as it holds those before the last step too."""
+    if not jax.tree.leaves(state.previous):
+        return state.previous
+    return jax.tree.map(lambda old, new: None if old is None else new, state.previous, state.params, is_leaf=lambda n: n is None)
 
 
 def _shaken(leaf: Array) -> Array:

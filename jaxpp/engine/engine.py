@@ -13,7 +13,7 @@ import jax
 import optax
 
 from jaxpp.engine.compared import step_texts
-from jaxpp.engine.layout import Layout, Placed, Preparer, lay_out, place_leaves
+from jaxpp.engine.layout import Layout, Placed, Preparer, lay_out, place_leaves, with_previous
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.made_to_measure import made_for
 from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves, with_reports
@@ -166,7 +166,7 @@ class Engine:
 
     def bring(self, variables: Tree) -> Leaves[Array]:
         """Parameters as they are held, and the model state if the loss has any, brought to their owners."""
-        homes = self.placed.homes._replace(opt=(), own_opt=(), loss_scale=())
+        homes = self.placed.homes._replace(opt=(), own_opt=(), loss_scale=(), previous=())
         return homes.fill(to_homes(jax.tree.leaves(variables), homes.flat()))
 
     def copy(self, leaves: Leaves[Array]) -> Leaves[Array]:
@@ -181,9 +181,23 @@ class Engine:
         homes = [[self.placement[name.stage].home(name.ref) for name in group[: len(given)]] for given, group in pairs]
         return leaves.fill(to_device(leaves.flat(), [home for group in homes for home in group]))
 
+    def with_previous(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """The leaves of a first state, whose parameters before the last step are copies of the parameters."""
+        homes = self.placed.homes.previous
+        params = [leaves.params[leaf] for leaf in self.placed.stale]
+        return leaves._replace(previous=[put(leaf, home) for leaf, home in zip(params, homes, strict=True)])
+
+    def before_last(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """The leaves of a state with the parameters of which the gradients of its next step are: with ``delay`` older ones."""
+        params = list(leaves.params)
+        for leaf, value in zip(self.placed.stale, leaves.previous, strict=True):
+            params[leaf] = value
+        return leaves._replace(params=params)
+
     def apart(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The leaves of a state after a step, with copies of those that are the arrays of the state before it."""
-        flat, homes, kept = leaves.flat(), self.placed.homes.flat(), self.update.kept
+        flat, homes = leaves.flat(), self.placed.homes.flat()
+        kept = self.update.kept | set(range(len(flat) - len(leaves.previous), len(flat)))
         return leaves.fill([put(leaf, homes[k]) if k in kept else leaf for k, leaf in enumerate(flat)]) if kept else leaves
 
     def sliced(self, made: Tree) -> Tree:
@@ -321,6 +335,7 @@ class Engine:
             state_name(name.stage, leaf, len(step.sizes), shared=name.ref.shared) for leaf, name in enumerate(names.model_state)
         ]
         if purpose == "update":
+            builder.lines = with_previous(builder.lines, self.placed.stale)
             found = self._add_update(builder, step, found, states, donate=donate)
         elif purpose == "grads":
             add_gradients(builder, step)
@@ -360,11 +375,13 @@ class Engine:
             packed,
             self.placement.own,
             apart=self.layout.parts != self.layout.specs,
+            before_last=dict(zip(self.placed.stale, names.previous, strict=True)),
             donate=donate and not calls,
         )
         if calls:
             add_wait(builder, "the optimizer", flat(made))
-        new = names.fill([*made.params, *made.opt, *(made.state or states), *made.scale])
+        previous = [names.all_params[leaf] for leaf in self.placed.stale]  # what was the newest
+        new = names.fill([*made.params, *made.opt, *(made.state or states), *made.scale, *previous])
         finite = made.finite[0] if made.finite else None
         return found._replace(state=new, finite=finite, grad_norm=made.norm[0], squares=list(made.squares))
 
@@ -455,5 +472,5 @@ def _read_by(purpose: Purpose, leaves: Leaves[_T]) -> Leaves[_T]:
     """The leaves of a state that a step reads: only an update reads the optimizer's, and only a backward the loss scale."""
     if purpose == "update":
         return leaves
-    read = leaves._replace(opt=(), own_opt=())
+    read = leaves._replace(opt=(), own_opt=(), previous=())
     return read if purpose == "grads" else read._replace(loss_scale=())

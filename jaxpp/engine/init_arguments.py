@@ -60,7 +60,7 @@ class InitArguments(NamedTuple):
 
 def first_leaves(engine: Engine, given: InitArguments, names: Leaves[Name], homes: Leaves[Home]) -> Leaves[Array]:
     """The parameters (and the model state) that init was given or makes, each leaf on its owner: those called ``names``."""
-    unmade = {"opt": (), "own_opt": (), "loss_scale": ()}
+    unmade = {"opt": (), "own_opt": (), "loss_scale": (), "previous": ()}
     made, key = given.made, given.key
     if key is None:
         held, homes = jax.tree.leaves(engine.sliced(made)), homes._replace(**unmade)

@@ -24,7 +24,7 @@ from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gra
 from jaxpp.optim.trains import kept_leaves, part_of, untrained_leaves
 from jaxpp.optim.update import Update, opt_name
 from jaxpp.options import Options
-from jaxpp.plan.builder import CALLER, Constant, Name
+from jaxpp.plan.builder import CALLER, Constant, Line, Name
 from jaxpp.plan.microbatch_weights import given_weights, weigh
 from jaxpp.plan.step import Leaves, Step, given_names, param_name, state_name
 from jaxpp.plan.visits import waiting
@@ -64,7 +64,7 @@ from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_bits, 
 from jaxpp.stages.own_params import Joint, num_own, num_shared
 from jaxpp.stages.program import Pack, Program, Ref, Role
 from jaxpp.stages.remat import RematPolicy
-from jaxpp.stages.stacked import Slicing
+from jaxpp.stages.stacked import Slicing, is_slices
 from jaxpp.types import Aval, Batch, Home, Key, LossFn, Params, Tree
 
 
@@ -461,6 +461,7 @@ class Placed:
     update: Update | None  # the optimizer, placed
     scales: tuple[Aval, ...]  # the shape of each leaf of the loss scale
     waiting: frozenset[Role] = frozenset()  # the roles of what waits in host memory between steps
+    delay: int = 0  # how many steps the gradients of a step are late
 
     @cached_property
     def placement(self) -> Placement:
@@ -494,13 +495,24 @@ class Placed:
         states = [state_name(stage, leaf, shared=shared) for leaf, stage in enumerate(layout.state_owner)]
         num_own_opts = update.tree.children()[1].num_leaves if update and isinstance(layout.params, Joint) else 0
         a, b = layout.num_shared, len(opts) - num_own_opts
-        return Leaves(params[:a], params[a:], opts[:b], opts[b:], states, list(update.scales) if update else [])
+        scales, previous = list(update.scales) if update else [], [_as_previous(params[leaf]) for leaf in self.stale]
+        return Leaves(params[:a], params[a:], opts[:b], opts[b:], states, scales, previous)
+
+    @cached_property
+    def stale(self) -> tuple[int, ...]:
+        """The parameter leaves of which a state has the values before the last step too: those of arrays that steps change."""
+        if not self.delay or self.update is None:
+            return ()
+        numbers = jax.tree.structure(self.layout.params).unflatten(range(len(self.layout.owner)))
+        whole = [jax.tree.leaves(node) for node in jax.tree.leaves(numbers, is_leaf=is_slices)]
+        return tuple(leaf for node in whole if not self.update.kept.issuperset(node) for leaf in node)
 
     @cached_property
     def shapes(self) -> Leaves[Aval]:
         """The shape of each leaf of a state."""
         opts = [] if self.update is None else [atom.aval for atom in self.update.init_graph.outputs]
-        flat = [*jax.tree.leaves(self.layout.params), *opts, *self.layout.state_shapes, *self.scales]
+        params = jax.tree.leaves(self.layout.params)
+        flat = [*params, *opts, *self.layout.state_shapes, *self.scales, *(params[leaf] for leaf in self.stale)]
         return self.names_on_devices.fill(flat)
 
     @cached_property
@@ -533,7 +545,20 @@ def place_leaves(options: Options, optimizer: optax.GradientTransformation | Non
         leaves = [len(jax.tree.leaves(part)) for part in opt_state]
         own |= {(Role.OPT, leaves[0] + k) for k in range(leaves[1])}
     known |= {"opt_specs": specs, "own": frozenset(own if replicated else ())}
-    return Placed(layout, options.placement, known, update, scales, options.waiting)
+    return Placed(layout, options.placement, known, update, scales, options.waiting, options.delay)
+
+
+def with_previous(lines: Sequence[Line], stale: Collection[int]) -> list[Line]:
+    """Lines that read these parameters as they were before the last step."""
+
+    def of(names: Sequence[Name]) -> tuple[Name, ...]:
+        return tuple(_as_previous(name) if name.ref.role == Role.PARAM and name.ref.index in stale else name for name in names)
+
+    return [replace(line, inputs=of(line.inputs), outputs=of(line.outputs)) for line in lines]
+
+
+def _as_previous(name: Name) -> Name:
+    return name._replace(ref=replace(name.ref, role=Role.PREVIOUS))
 
 
 class Preparer:

@@ -53,7 +53,7 @@ class _Part:
         return self._default[0]
 
 
-_PARTS = ("params", "opt_state", "model_state", "loss_scale")
+_PARTS = ("params", "opt_state", "model_state", "loss_scale", "previous")
 
 
 @jax.tree_util.register_dataclass
@@ -74,6 +74,8 @@ class State:
         opt_state: the optax state for the whole of it.
         model_state: what the loss hands on from microbatch to microbatch (running statistics); ``()`` without ``has_state``.
         loss_scale: the object passed as ``loss_scale``, as the steps have changed it; ``()`` without one.
+        previous: with ``delay=1``, the parameters before the last step, of which the next step's gradients are; a tree like
+            ``params``, with None for what no step changes. ``()`` without ``delay``.
         step: how many steps were taken, those that ``loss_scale`` skipped included; counted on the host: reading it does not wait.
     """
 
@@ -81,6 +83,7 @@ class State:
     opt_state: Tree = _Part()
     model_state: Tree = _Part(())
     loss_scale: Tree = _Part(())
+    previous: Params = _Part(())
     step: int = 0
 
     def __post_init__(self):
@@ -88,7 +91,7 @@ class State:
 
     @property
     def held(self) -> tuple[Tree, ...]:
-        """Parameters, optimizer state, model state and loss scale as the pipeline holds them, with slices: for tools."""
+        """Parameters, optimizer state, model state, loss scale, previous parameters as they are held, with slices: for tools."""
         return tuple(map(vars(self).__getitem__, _PARTS))
 
     def replace(self, **parts: Tree) -> "State":
@@ -367,9 +370,12 @@ def states_of(engine: Engine, *, own: bool = True) -> States:
     params, model_state = map(jax.tree.structure, (*placed.layout.variables, ())[:2])
     opt_state = jax.tree.structure(()) if placed.update is None else placed.update.tree
     scale = jax.tree.structure(() if scaling is None else scaling.example)
+    stale = set(placed.stale)
+    kept = [leaf if leaf in stale else None for leaf in range(params.num_leaves if stale else 0)]
+    previous = jax.tree.structure(params.unflatten(kept) if stale else ())
     if own:
-        return States((params, opt_state, model_state, scale), placed.shapes, placed.homes)
-    trees = params.children()[0], opt_state.children()[0], model_state, scale
+        return States((params, opt_state, model_state, scale, previous), placed.shapes, placed.homes)
+    trees = params.children()[0], opt_state.children()[0], model_state, scale, previous
     return States(trees, placed.shapes.shared, placed.homes.shared)
 
 

@@ -134,12 +134,15 @@ def add_update(  # noqa: PLR0913  (what an update reads)
     *,
     donate: bool,
     apart: bool,
+    before_last: Mapping[int, Name],
 ) -> UpdateResults[Name]:
     """Add the update to a step that has its gradients; ``states`` are those of the new model state, ``before`` of the old one.
 
-    ``apart``: replicas divide what they do not have of their own, which programs of its own then update.
+    ``apart``: replicas divide what they do not have of their own, which programs of its own then update. New parameters take over
+    the buffers of the old ones; those of which the state has the values ``before_last`` step too, the buffers of these.
     """
-    return _Writer(builder, update, update.names(loss, params, before, states), packed, own, donate=donate, apart=apart).run()
+    names = update.names(loss, params, before, states)
+    return _Writer(builder, update, names, packed, own, before_last, donate=donate, apart=apart).run()
 
 
 class _Part(NamedTuple):
@@ -159,6 +162,7 @@ class _Writer:
         names: UpdateInputs[Name],
         packed: _Packed,
         own: _Own,
+        before_last: Mapping[int, Name],
         *,
         donate: bool,
         apart: bool,
@@ -167,6 +171,7 @@ class _Writer:
         graph, inputs = update.graph, UpdateInputs(*refilled(names, update.graph.inputs))
         self.source: dict[Var, Name] = dict(zip(graph.inputs, flat(names), strict=True))
         self.old: list[Var] = [*inputs.params, *inputs.opt]  # the results begin with the new versions of these
+        self.replaced: list[Name] = [before_last.get(k, self.source[var]) for k, var in enumerate(self.old)]
         self.stages = flat(update.result_stages)
         self.own = descendants(graph, [var for var, name in self.source.items() if (name.ref.role, name.ref.index) in own])
         self.parts = [
@@ -261,7 +266,8 @@ class _Writer:
         fresh = [self._fresh(stage, *atoms) for atoms in (*((var,) for var in returned), *packs.values())]
         names_out = [*(self._new(stage, k) for k in mine), *fresh]
         self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
-        shapes = {name: self.vectors.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
+        shapes = {self.replaced[k]: self.old[k] for k in mine if k < len(self.old)}
+        shapes |= {name: self.vectors.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
         called = f"stage_{stage}_update" + f"_{level}" * (level > 0) + "_own" * apart
         avals = shapes_of(shapes[name] for name in names_in)
@@ -307,9 +313,10 @@ class _Writer:
     def _donated(self, part: UpdatePart, mine: Sequence[int]) -> list[Name]:
         """The old versions of this program's results that nobody reads later; any other order than the results' costs copies."""
         donated = []
-        for var in [self.old[k] for k in mine if self.donate and k < len(self.old)]:
-            readers = self.readers.get(var, ())
-            alone = all(reader.stage == part.stage for reader in readers) and self.source[var].stage == part.stage
+        for k in [k for k in mine if self.donate and k < len(self.old)]:
+            var, name = self.old[k], self.replaced[k]
+            readers = [part] if name != self.source[var] else self.readers.get(var, ())
+            alone = all(reader.stage == part.stage for reader in readers) and name.stage == part.stage
             if alone and readers and max(readers) == part:
-                donated.append(self.source[var])
+                donated.append(name)
         return donated

@@ -30,6 +30,7 @@ class Leaves(NamedTuple, Generic[_T]):
     own_opt: Sequence[_T] = ()  # the optimizer state of ``own_params``
     model_state: Sequence[_T] = ()  # what the loss hands on from microbatch to microbatch
     loss_scale: Sequence[_T] = ()
+    previous: Sequence[_T] = ()  # with ``delay``, the shared parameters that steps change, as they were before the last step
 
     @property
     def all_params(self) -> list[_T]:

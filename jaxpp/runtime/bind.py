@@ -26,7 +26,7 @@ from jaxpp.stages.program import Ref, Role
 from jaxpp.types import Aval, Device, Home
 
 _SMALL = 1 << 16  # bytes of a result that may be held on to while a step is watched
-_LEAVES = frozenset({Role.PARAM, Role.OPT, Role.STATE, Role.LOSS_SCALE})
+_LEAVES = frozenset({Role.PARAM, Role.PREVIOUS, Role.OPT, Role.STATE, Role.LOSS_SCALE})
 
 Runnable = Callable[..., Sequence[jax.Array]]  # one array for each input and output of a line
 Check = Callable[["BoundLine", PlacedProgram, Runnable], Runnable]  # what runs instead of a program, and looks at its results

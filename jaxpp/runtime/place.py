@@ -30,6 +30,8 @@ from jaxpp.types import Aval, Device, Home, Leaf
 
 _FREE = frozenset({Role.RESIDUAL, Role.STATIC})  # only their own stage reads them; the compiler shards them as it likes
 
+_AS_PARAMS = frozenset({Role.PARAM, Role.PREVIOUS, Role.GRAD})  # sharded as the parameters are
+
 Own = frozenset[tuple[Role, int]]  # role and number of the leaves of which each replica has its own
 
 
@@ -201,7 +203,7 @@ class Submesh(Place):
     def sharding(self, ref: Ref) -> NamedSharding:
         """Over ``data`` where each replica has its own or a part, and over ``model`` as ``specs`` and ``opt_specs`` say."""
         of_params = self.parts if ref.shared else self.specs
-        specs = self.opt_specs if ref.role == Role.OPT else of_params if ref.role in (Role.PARAM, Role.GRAD) else ()
+        specs = self.opt_specs if ref.role == Role.OPT else of_params if ref.role in _AS_PARAMS else ()
         spec = specs[ref.index] if 0 <= ref.index < len(specs) else PartitionSpec()
         return NamedSharding(self.mesh, PartitionSpec(DATA, *spec) if self.per_replica(ref) else spec)
 

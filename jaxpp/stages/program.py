@@ -21,15 +21,16 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
 from jaxpp.types import Aval, DType
 
-# What a value is to the stage that holds it. ``FETCHED``: a residual that waits in host memory, or is back from there.
+# What a value is to the stage that holds it. ``FETCHED``: a residual that waits in host memory, or is back from there. ``PREVIOUS``:
+# a parameter as it was before the last step.
 Role = enum.StrEnum(
     "Role",
-    "PARAM CONSTANT STATIC BATCH KEY SCALE ACTIVATION RESIDUAL FETCHED COTANGENT GRAD LOSS AUX ROWS OPT STATE "
+    "PARAM PREVIOUS CONSTANT STATIC BATCH KEY SCALE ACTIVATION RESIDUAL FETCHED COTANGENT GRAD LOSS AUX ROWS OPT STATE "
     "LOSS_SCALE REPLICA VALUE",
 )
 PER_MICROBATCH = frozenset(map(Role, "batch key scale activation residual fetched cotangent rows state".split()))
 ACCUMULATED = frozenset({Role.GRAD, Role.LOSS, Role.AUX})
-SHARED = frozenset({Role.PARAM, Role.OPT, Role.CONSTANT, Role.LOSS_SCALE})  # the same on all replicas of a stage
+SHARED = frozenset({Role.PARAM, Role.PREVIOUS, Role.OPT, Role.CONSTANT, Role.LOSS_SCALE})  # the same on all replicas of a stage
 
 
 @dataclass(frozen=True, slots=True)

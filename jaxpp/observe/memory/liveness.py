@@ -40,7 +40,7 @@ MEMORY_KINDS = (
 )
 
 _ROLES = {
-    "parameters": (Role.PARAM,),
+    "parameters": (Role.PARAM, Role.PREVIOUS),
     "statics": (Role.STATIC, Role.CONSTANT),
     "optimizer": (Role.OPT, Role.LOSS_SCALE),
     "gradients": (Role.GRAD,),
