@@ -142,13 +142,7 @@ class Options:
         if auto:
             given |= _idle_devices(made, num_places(devices, mesh, data_parallel, known))
         found = cls(positional_key(loss_fn, 2 + has_state, called), made, places, **given)
-        if any(each is not None for each in found.offload):
-            _check_memories(found.devices, 'remat="offload"', 'remat="least" or remat="recompute"')
-        if found.delay:
-            _check_delay(found)
-        if found.host is not None:
-            _check_memories(found.devices, f"host={found.host!r}", "no host=")
-            _check_host(found)
+        _check_together(found)
         return found
 
     @cached_property
@@ -210,6 +204,17 @@ def _check_functions(loss_fn: object, others: Mapping[str, object]) -> None:
         rule = "it says how the aux values of the microbatches become those of the step, so the loss must return some"
         fix = "pass has_aux=True and return (loss, aux), or leave reduce_aux out"
         raise ArgumentError(f"reduce_aux={shown(reduce_aux)}", rule, "a loss without aux (has_aux=False)", fix)
+
+
+def _check_together(options: "Options") -> None:
+    """Refuse options that cannot be had beside one another, or on these devices."""
+    if any(each is not None for each in options.offload):
+        _check_memories(options.devices, 'remat="offload"', 'remat="least" or remat="recompute"')
+    if options.delay:
+        _check_delay(options)
+    if options.host is not None:
+        _check_memories(options.devices, f"host={options.host!r}", "no host=")
+        _check_host(options)
 
 
 def _check_memories(devices: Sequence[Device], where: str, instead: str) -> None:

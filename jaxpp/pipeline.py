@@ -12,8 +12,9 @@ from jax.typing import ArrayLike
 
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.init_arguments import first_leaves
-from jaxpp.engine.outcome import leaves_read
-from jaxpp.engine.state import Metrics, State, num_gone, states_of, steps_of
+from jaxpp.engine.outcome import Outcome, leaves_read
+from jaxpp.engine.state import Metrics, Report, State, num_gone, settle, states_of, steps_of, tail_of
+from jaxpp.engine.tail import Tail
 from jaxpp.errors import ArgumentError, CutError, StateError
 from jaxpp.errors.checks import check_flags, check_function, check_optimizer, refuse_tracers
 from jaxpp.errors.tracebacks import entries
@@ -484,11 +485,18 @@ class Pipeline(Forward):
         setup = self._opened("step")
         refuse_tracers("pipe.step(state, batch, key)", batch, key)
         check_flags("pipe.step", donate=donate)
-        leaves, num_steps = setup.states.unwrap(state, consumed=donate), steps_of(state)
+        newest, tail = self._newest.state, tail_of(state, setup.engine) if donate else None
+        if newest is not None and (newest is not state or tail is None):
+            settle(newest)  # which may consume what this step is given
+        given, num_steps = tail or setup.states.unwrap(state, consumed=donate), steps_of(state)
         setup.detector.look()  # before anything is consumed: a warning may be an error
         self._newest.state = state
         with Hold() as hold, jax.profiler.TraceAnnotation(STEP):
             try:
+                rest = setup.runner.flow(task, given, batch, key, hold=hold.begin) if self._options.delay and donate else None
+                if rest is not None:
+                    return self._in_flow(setup, rest, num_steps + 1)
+                leaves = given.outcome().state if isinstance(given, Tail) else given
                 outcome = setup.runner.step(task, leaves, batch, key, donate=donate, hold=hold.begin)
             except BaseException as error:
                 if num_gone(state):  # not the copies of one elsewhere
@@ -501,6 +509,41 @@ class Pipeline(Forward):
         setup.detector.add(outcome.squares)
         squares = dict(zip(setup.engine.update.watched, outcome.squares, strict=True))
         return new, Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite, num_steps + 1, squares)
+
+    def _in_flow(self, setup: TrainingSetup, tail: Tail, num_steps: int) -> tuple[State, Metrics]:
+        """The state after a step whose rest is handed over beside the next one, and the metrics."""
+        watched = setup.engine.update.watched
+
+        def read(outcome: Outcome[Array]) -> dict[str, Tree]:
+            setup.detector.add(outcome.squares)
+            return {"grad_norm": outcome.grad_norm, "squares": dict(zip(watched, outcome.squares, strict=True))}
+
+        report: Any = Report(tail, read)
+        self._newest.state = new = setup.states.after(setup.engine, tail, num_steps)
+        return new, Metrics(tail.first.loss, tail.first.aux, report, None, num_steps, report)
+
+    def flush(self, state: State) -> State:
+        """End the flow of steps: with ``delay=1``, hand over the rest of the step that made this state.
+
+        Nobody needs to call it: whoever looks at a state does the same, so ``evaluate``, a checkpoint or
+        ``jax.block_until_ready(state)`` find the state after its step. The results are the same with it and without.
+
+        Args:
+            state: from ``step``; any other is left as it is.
+
+        Returns:
+            the state that was given.
+
+        Raises:
+            StateError: what is given is no state, or its step failed in part.
+        """
+        self._opened("flush")
+        if not isinstance(state, State):
+            raise StateError(
+                "pipe.flush(state)", "a state is a jaxpp.State", type(state).__name__, "pass the state that step returned"
+            )
+        settle(state)
+        return state
 
     def evaluate(
         self, state: State, batch: Batch, key: Key | None = None, loss_fn: LossFn | None = None, *, task: TaskNames = None

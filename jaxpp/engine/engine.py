@@ -17,10 +17,12 @@ from jaxpp.engine.layout import Layout, Placed, Preparer, lay_out, place_leaves,
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.made_to_measure import made_for
 from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves, with_reports
+from jaxpp.engine.tail import Tail
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes, shapes_key
 from jaxpp.optim.update import Update, add_update, flat
 from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Builder, Name
+from jaxpp.plan.flow import in_flow
 from jaxpp.plan.lower import INIT_KEY, add_gradients, add_wait, add_zero_gradients, forward_actions, lower, lower_init
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Leaves, Step, state_name, total_name
@@ -29,7 +31,7 @@ from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import NanCheck, flags
 from jaxpp.runtime.edges import HOST_MEMORY, at_replica, put, put_at, split_over_replicas, to_device, to_homes, unaliased
-from jaxpp.runtime.execute import Observer, execute, limit_of
+from jaxpp.runtime.execute import Observer, dispatch, execute, first_slots, limit_of
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.place import Placement
 from jaxpp.runtime.processes.channel import agreement, transfers
@@ -353,7 +355,21 @@ class Engine:
             builder.lines = early(builder.lines)
         flat, tree = jax.tree.flatten(found, is_leaf=lambda value: isinstance(value, Name))
         builder, flat = self._visited(builder, inputs, flat)
-        return LoweredStep(bind_lines(builder, self.placement), step, inputs, tree.unflatten(flat))
+        lowered = LoweredStep(bind_lines(builder, self.placement), step, inputs, tree.unflatten(flat))
+        return self._in_flow(lowered) if purpose == "update" and self.options.delay and donate else lowered
+
+    def _in_flow(self, lowered: LoweredStep) -> LoweredStep:
+        """The step with its lines as body and tail, if the next one can begin before it ends."""
+        bound, found = lowered.bound, lowered.results
+        seen = any(flags()) or lowered.step.calls_host or calls_host(self.update.graph.eqns)  # by the host, which waits for it
+        if seen or self.options.offloaded or self._limit is not None:
+            return lowered
+        pairs = zip(self.placed.names.flat(), found.state.flat(), strict=True)
+        state = {bound.resolve(before): bound.resolve(after) for before, after in pairs}
+        wanted = [bound.resolve(name) for name in (found.loss, *found.aux)]
+        schedule = self.options.schedule
+        lines, flow = in_flow(bound.lines, self.placement.places, schedule, state, wanted)
+        return dataclasses.replace(lowered, bound=dataclasses.replace(bound, lines=tuple(lines)), flow=flow)
 
     def _add_update(
         self, builder: Builder, step: Step, found: Outcome[Name], states: Sequence[Name], *, donate: bool
@@ -419,6 +435,29 @@ class Engine:
         again()
         with transfers(call_of(purpose, is_loss=self.options.is_loss)):
             return lowered.outcome(execute(plan, arguments, observer, hold))
+
+    def flow(self, given: Leaves[Array] | Tail, batch: Batch, key: Key | None, hold: Callable[[], None]) -> Tail | None:
+        """Hand over a step up to its last forwards, on a state or beside the rest of the step before it.
+
+        Returns:
+            the rest of the step; None where steps do not flow.
+        """
+        plan, lowered = self.plan("update", batch, key)
+        if lowered.flow is None:
+            return None
+        if isinstance(given, Tail) and len(given.lowered.step.sizes) != len(lowered.step.sizes):  # its schedule is another one
+            given = given.outcome().state
+        leaves = given.first.state if isinstance(given, Tail) else given
+        slots = first_slots(plan, self._arguments(lowered, "update", leaves, batch, key))
+        if isinstance(given, Tail):
+            hold()
+            before = given.beside(plan, lowered.flow, slots)
+            for slot, known, value in zip(plan.inputs, leaves.flat(), before.state.flat()):  # noqa: B905  (the batch comes behind)
+                if known is None:
+                    slots[slot] = value
+        else:
+            dispatch([(slots, plan.instructions[: lowered.flow.body])])
+        return Tail(plan, lowered, slots)
 
     def _arguments(
         self, lowered: LoweredStep, purpose: Purpose, leaves: Leaves[Array], batch: Batch, key: Key | None

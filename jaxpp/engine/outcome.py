@@ -12,6 +12,7 @@ import jax
 
 from jaxpp.errors import BatchError
 from jaxpp.plan.builder import Name
+from jaxpp.plan.flow import Flow
 from jaxpp.plan.step import Leaves, Step, total_name
 from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.edges import unaliased
@@ -46,6 +47,7 @@ class LoweredStep:
     step: Step
     inputs: list[Name]  # leaves of the state, batch leaves, the key
     results: Outcome[Name]
+    flow: Flow | None = None  # where its tail begins, if the next step can begin before it
 
     @cached_property
     def _flat(self) -> tuple[list[Name], Any]:

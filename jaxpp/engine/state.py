@@ -2,10 +2,10 @@
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from jax.sharding import Sharding
 from jaxtyping import Bool, Float
 
 from jaxpp.engine.engine import Engine
+from jaxpp.engine.outcome import Outcome
+from jaxpp.engine.tail import Tail
 from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import CutError, ParamsError, StateError, shown
 from jaxpp.errors.checks import refuse_tracers
@@ -47,6 +49,7 @@ class _Part:
 
     def __get__(self, state: "State | None", owner: type | None = None) -> Tree:
         if state is not None:
+            settle(state)
             return assembled(vars(state)[self._name], stand_in_for if are_across(state.held) else None)
         if not self._default:
             raise AttributeError(self._name)  # a field without a default, for dataclass
@@ -92,10 +95,12 @@ class State:
     @property
     def held(self) -> tuple[Tree, ...]:
         """Parameters, optimizer state, model state, loss scale, previous parameters as they are held, with slices: for tools."""
+        settle(self)
         return tuple(map(vars(self).__getitem__, _PARTS))
 
     def replace(self, **parts: Tree) -> "State":
         """The state with other parts, the rest as it is held; a part that a state does not have raises a ``TypeError``."""
+        settle(self)
         if unknown := [name for name in parts if name not in vars(self)]:
             raise TypeError(f"a State has the parts {', '.join(vars(self))}, not {', '.join(unknown)}")
         return State(**{**vars(self), **parts})
@@ -113,20 +118,77 @@ class State:
         return html_remarks([_title(self)]) + html_table(_cells(self))
 
 
+_REST = "_rest"  # under this name a state whose step is in flow has what makes its parts
+
+
+def settle(state: State) -> None:
+    """Hand over the rest of the step that made a state, if that is left to do; whoever looks at a state does so."""
+    if (rest := vars(state).get(_REST)) is not None:
+        vars(state).update(rest.parts())
+        del vars(state)[_REST]
+
+
+def tail_of(state: object, engine: Engine) -> Tail | None:
+    """What is left of the step of this engine that made a state, if anything is."""
+    rest = vars(state).get(_REST) if isinstance(state, State) else None
+    return rest.tail if rest is not None and rest.engine is engine else None
+
+
 @functools.cache
 def _make_serializable() -> None:
     from flax import serialization  # noqa: PLC0415  (takes a fifth of a second)
 
     def write(state: State) -> dict[str, Tree]:
+        settle(state)
         return {name: serialization.to_state_dict(getattr(state, name)) for name in vars(state)}
 
     def read(state: State, parts: dict[str, Tree]) -> State:
+        settle(state)
         if parts.keys() != vars(state).keys():
             raise ValueError(f"a State has the parts {', '.join(vars(state))}, not {', '.join(map(str, parts))}")
         restored = {name: serialization.from_state_dict(getattr(state, name), part, name=name) for name, part in parts.items()}
         return state.replace(**restored)
 
     serialization.register_serialization_state(State, write, read)
+
+
+class _Later:
+    """A field of metrics that the rest of a step may report: it is asked when somebody reads the field."""
+
+    def __init__(self, nothing: Callable[[], Tree] = lambda: None):
+        self._nothing = nothing
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, metrics: "Metrics", value: Tree) -> None:
+        vars(metrics)[self._name] = value
+
+    def __get__(self, metrics: "Metrics | None", owner: type | None = None) -> Tree:
+        if metrics is None:
+            return None  # the default, for dataclass
+        value = vars(metrics)[self._name]
+        if isinstance(value, Report):
+            value = vars(metrics)[self._name] = value.get(self._name)
+        return self._nothing() if value is None else value
+
+
+class Report:
+    """What the rest of a step reports, once it has been handed over."""
+
+    def __init__(self, tail: Tail, read: Callable[[Outcome[Array]], Mapping[str, Tree]]):
+        self._tail: Tail | None = tail
+        self._read, self._values = read, dict[str, Tree]()
+        tail.then.append(self._take)
+
+    def _take(self, outcome: Outcome[Array]) -> None:
+        self._values, self._tail = dict(self._read(outcome)), None  # metrics that are kept hold no state
+
+    def get(self, name: str) -> Tree:
+        """A value; the rest of the step is handed over for it if that is left to do."""
+        if self._tail is not None:
+            self._tail.outcome()
+        return self._values[name]
 
 
 @jax.tree_util.register_dataclass
@@ -149,10 +211,10 @@ class Metrics(Mapping[str, Tree]):
 
     loss: Array
     aux: Tree = ()
-    grad_norm: Float[Array, ""] | None = None
+    grad_norm: Float[Array, ""] | None = cast("None", _Later())
     finite: Bool[Array, ""] | None = None
     step: int | None = None
-    squares: Mapping[int, Float[Array, ""]] = field(default_factory=dict)
+    squares: Mapping[int, Float[Array, ""]] = cast("dict[int, Array]", _Later(dict))
 
     @property
     def by_stage(self) -> dict[int, Float[Array, ""]]:
@@ -182,7 +244,7 @@ class Metrics(Mapping[str, Tree]):
         return f"Metrics({', '.join(f'{name}={jax.tree.map(_Shown, part)!r}' for name, part in self.items())})"
 
     def _has(self, name: str) -> bool:
-        value = vars(self).get(name)  # a field, or None
+        value = getattr(self, name) if name in vars(self) else None
         return value is not None and name != "squares" and not (name == "aux" and isinstance(value, tuple) and not value)
 
 
@@ -259,6 +321,15 @@ def _where(leaves: Sequence[Leaf]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ... {names[-1]} ({len(names)})"
 
 
+class _Rest(NamedTuple):
+    states: "States"
+    engine: Engine
+    tail: Tail
+
+    def parts(self) -> dict[str, Tree]:
+        return dict(zip(_PARTS, self.states.parts(self.tail.outcome().state), strict=True))
+
+
 class States:
     """Makes states of a pipeline's flat leaves, and takes them apart again; ``trees`` has the structure of each part as held."""
 
@@ -275,15 +346,25 @@ class States:
     def _nodes(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         return jax.tree.leaves(joined(self._fill(leaves), lambda node: node), is_leaf=is_slices)
 
+    def after(self, engine: Engine, tail: Tail, step: int) -> State:
+        """The state after a step whose rest is handed over beside the next one, or when somebody looks at the state."""
+        state = State((), (), step=step)
+        vars(state)[_REST] = _Rest(self, engine, tail)
+        return state
+
     def wrap(self, groups: Leaves[Array], step: int | None = 0) -> State:
         """The state that has these leaves, each on its owner, after so many steps; None: it is not counted."""
+        return State(*self.parts(groups), step=step)  # pyright: ignore[reportArgumentType]
+
+    def parts(self, groups: Leaves[Array]) -> tuple[Tree, ...]:
+        """The parts of the newest state, which has these leaves."""
         leaves = groups.flat()
         held = self._fill(leaves)
         if self._sliced:
             held = joined(held, join_slices)
             leaves = jax.tree.leaves(held)
         self._last = list(map(weakref.ref, leaves))
-        return State(*held, step=step)  # pyright: ignore[reportArgumentType]
+        return held
 
     @property
     def abstract(self) -> State:

@@ -4,7 +4,7 @@ Arrays are handed over by slot and dropped where the plan frees them, so nothing
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -31,16 +31,33 @@ def execute(
 
     ``hold`` is called before the first instruction that takes over the buffer of an argument.
     """
+    slots = first_slots(plan, arguments)
+    try:
+        for consumes, part in enumerate(plan.parts):
+            if consumes and hold is not None:
+                hold()
+            dispatch([(slots, part)], observer)
+    except BaseException:
+        slots.clear()  # a traceback that somebody keeps, as a notebook does, holds nothing of the step
+        raise
+    return [slots[slot] for slot in plan.outputs]
+
+
+def first_slots(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
+    """The slots before the first instruction."""
     slots: list[Any] = [None] * plan.num_slots
     for slot, value in plan.constants:
         slots[slot] = value
     for slot, value in zip(plan.inputs, arguments, strict=True):
         slots[slot] = value
-    instruction = None
+    return slots
+
+
+def dispatch(parts: Iterable[tuple[list[Any], Iterable[Instruction]]], observer: Observer | None = None) -> None:
+    """Run instructions, each on the slots of its step."""
+    instruction = value = None
     try:
-        for consumes, part in enumerate(plan.parts):
-            if consumes and hold is not None:
-                hold()
+        for slots, part in parts:
             for instruction in part:
                 _, call, inputs, outputs, free, _ = instruction
                 for slot, value in zip(outputs, call(*[slots[i] for i in inputs])):  # noqa: B905  (checked when lowered)
@@ -50,11 +67,10 @@ def execute(
                 for slot in free:
                     slots[slot] = value = None  # ``value`` is an array of an earlier line if this one has returned nothing
     except BaseException as error:
-        slots.clear()  # a traceback that somebody keeps, as a notebook does, holds nothing of the step
+        value = None
         if instruction is not None and isinstance(error, Exception):
             error.add_note(f"jaxpp: raised while dispatching {instruction.label}")
         raise
-    return [slots[slot] for slot in plan.outputs]
 
 
 class InFlight:

@@ -21,8 +21,8 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
 from jaxpp.types import Aval, DType
 
-# What a value is to the stage that holds it. ``FETCHED``: a residual that waits in host memory, or is back from there. ``PREVIOUS``:
-# a parameter as it was before the last step.
+# What a value is to the stage that holds it. ``FETCHED``: a residual that waits in host memory, or is back from there.
+# ``PREVIOUS``: a parameter as it was before the last step.
 Role = enum.StrEnum(
     "Role",
     "PARAM PREVIOUS CONSTANT STATIC BATCH KEY SCALE ACTIVATION RESIDUAL FETCHED COTANGENT GRAD LOSS AUX ROWS OPT STATE "

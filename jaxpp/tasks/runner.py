@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.outcome import Outcome
+from jaxpp.engine.tail import Tail
 from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import ArgumentError, BankError, CutError
 from jaxpp.options import Options
@@ -111,6 +112,10 @@ class Runner:
     def step(self, task: TaskNames, leaves: Leaves[Array], batch: Batch, key: Key | None, **options: Any) -> Outcome[Array]:
         """A step on the leaves of a state; ``options`` are those of ``Engine.run``."""
         return self.engine(task).run("update", leaves, batch, key, **options)
+
+    def flow(self, task: TaskNames, given: Leaves[Array] | Tail, batch: Batch, key: Key | None, **options: Any) -> Tail | None:
+        """A step beside what is left of the one before it; as ``Engine.flow``."""
+        return self.engine(task).flow(given, batch, key, **options)
 
     def prefetch(self, task: TaskNames) -> None:
         """Begin to bring what a later step will use; waits for nothing."""
