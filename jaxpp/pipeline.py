@@ -333,6 +333,9 @@ class Pipeline(Forward):
         if self._bank is not None or self._stages:
             got = "a pipeline with a bank" if self._bank is not None else "a pipeline from stages by hand"
             raise ArgumentError("pipe.other", "other losses train the state of a pipeline of a loss", got, "make a jaxpp.Pipeline")
+        if self._options.delay:
+            rule, fix = "losses that take turns find the parameters of one step", "make the first pipeline without delay"
+            raise ArgumentError("pipe.other", rule, f"a pipeline with delay={self._options.delay}", fix)
         first = self._first or self
         taken = {name: value for name, value in self._given.items() if name not in anew or anew[name] is None}
         own = {"trains": trains, "reduce_aux": reduce_aux, "weight": weight, "cuts": None, "cut_gradient": ()}

@@ -211,7 +211,7 @@ class Metrics(Mapping[str, Tree]):
 
     loss: Array
     aux: Tree = ()
-    grad_norm: Float[Array, ""] | None = cast("None", _Later())
+    grad_norm: Float[Array, ""] | None = cast("None", _Later())  # noqa: RUF009
     finite: Bool[Array, ""] | None = None
     step: int | None = None
     squares: Mapping[int, Float[Array, ""]] = cast("dict[int, Array]", _Later(dict))

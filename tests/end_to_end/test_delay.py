@@ -1,0 +1,450 @@
+"""``delay=1``: gradients of the parameters before the last step, as a plain loop has them; and steps that flow into one another."""
+
+import gc
+import itertools
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+from flax.training.dynamic_scale import DynamicScale
+
+import jaxpp
+from jaxpp.engine.state import tail_of
+from jaxpp.errors import ArgumentError, StateError
+from jaxpp.runtime import execute
+from jaxpp.schedule import SCHEDULES
+from jaxpp.verify import compare, oracle
+from tests.models import LAYERS, PARAMS, X, gpt_case, looped, loss_fn, mlp_case, pipeline, schedule_for
+from tests.random_models import random_model
+
+WIDTH = 8
+BATCHES = [jnp.asarray(np.random.default_rng(k).normal(size=(12, WIDTH))) for k in range(4)]
+KEYS = [jax.random.key(k) for k in range(4)]
+
+
+def deep_init(key=KEYS[0]):
+    return {f"w{k}": jax.random.normal(jax.random.fold_in(key, k), (WIDTH, WIDTH)) / 2 for k in range(8)}
+
+
+def deep(params, x, key):
+    """Eight layers with dropout, the first of which is the last too."""
+    for k in range(8):
+        x = jnp.tanh(x @ params[f"w{k}"])
+        x = x * jax.random.bernoulli(jax.random.fold_in(key, k), 0.9, x.shape)
+    return jnp.mean((x @ params["w0"].T) ** 2)
+
+
+def counting(params, model_state, x, key):
+    mean = 0.9 * model_state["mean"] + 0.1 * x.mean(0)
+    return deep(params, x - model_state["mean"], key), ({"mean": mean}, ())
+
+
+def scanned(params, x, key):
+    x, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, jnp.stack([params[f"w{k}"] for k in range(8)]))
+    return jnp.mean(x**2) + 0 * jax.random.normal(key)
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "clipped adamw": optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2)),
+    "muon": optax.contrib.muon(1e-2),
+}
+
+
+def delayed(loss, optimizer, variables, steps, num_microbatches=4, **options):
+    """Training on one device, the gradients late by one step: what ``delay=1`` is defined by."""
+    params, *state = variables
+    before, moments, losses = params, optimizer.init(params), []
+    for batch, key in steps:
+        given = {"model_state": state[0]} if state else {}
+        value, _, grads, *state = oracle(loss, before, batch, key, num_microbatches, **given, **options)
+        updates, moments = optimizer.update(grads, moments, params)
+        before, params = params, optax.apply_updates(params, updates)
+        losses.append(value)
+    return params, before, moments, state, losses
+
+
+def equal(left, right):
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def flowing(pipe, init, steps, *, ends=lambda number: False):
+    """Train; ``ends`` says after which steps the flow is ended."""
+    state, found = pipe.init(init, steps[0][0]), []
+    for number, (batch, key) in enumerate(steps):
+        state, metrics = pipe.step(state, batch, key)
+        found.append(metrics)
+        if ends(number):
+            pipe.flush(state)
+    return state, found
+
+
+STEPS = list(zip(BATCHES, KEYS, strict=True))
+
+
+SHORT = {("plain", "clipped adamw"), ("state", "sgd")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [
+        pytest.param(kind, name, marks=[] if (kind, name) in SHORT else pytest.mark.long)
+        for kind in ("plain", "state", "stacked", "frozen")
+        for name in OPTIMIZERS
+    ],
+)
+def test_training_equals_the_delayed_loop_on_one_device(kind, optimizer):
+    with jax.enable_x64(True):
+        init, chosen = deep_init(), OPTIMIZERS[optimizer]
+        loss, variables = {"state": (counting, (init, {"mean": jnp.zeros(WIDTH)})), "stacked": (scanned, (init,))}.get(
+            kind, (deep, (init,))
+        )
+        if kind == "frozen":
+            labels = {name: "none" if name in ("w2", "w5") else "some" for name in init}
+            chosen = optax.multi_transform({"none": optax.set_to_zero(), "some": chosen}, labels)
+        options = {"has_state": True} if kind == "state" else {}
+        pipe = jaxpp.Pipeline(loss, chosen, num_stages=4, num_microbatches=4, delay=1, **options)
+        state, metrics = flowing(pipe, variables if kind == "state" else init, STEPS)
+        params, before, moments, model_state, losses = delayed(loss, chosen, variables, STEPS)
+        compare("params", state.params, params)
+        compare("previous", state.previous, before)
+        compare("moments", state.opt_state, moments)
+        compare("model state", state.model_state, *(model_state or [()]))
+        compare("losses", [each.loss for each in metrics], losses)
+        assert pipe.verify(state, *STEPS[0])
+
+
+@pytest.mark.parametrize("case", [pytest.param(make, marks=mark) for make, mark in ((mlp_case, ()), (gpt_case, pytest.mark.long))])
+def test_models_with_aux_equal_the_delayed_loop_on_one_device(case):
+    with jax.enable_x64(True):
+        case = case("float64")
+        pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-2), num_stages=3, num_microbatches=4, has_aux=True, delay=1)
+        steps = [(case.batch, case.key)] * 3
+        state, metrics = flowing(pipe, case.params, steps)
+        params, before, *_, losses = delayed(
+            case.loss_fn, optax.adam(1e-2), (case.params,), steps, has_aux=True, reducers=case.reducers
+        )
+        compare("params", state.params, params)
+        compare("previous", state.previous, before)
+        compare("losses", [each.loss for each in metrics], losses)
+        assert len(jax.tree.leaves(metrics[-1].aux)) == len(jax.tree.leaves(metrics[0].aux)) > 0
+
+
+NAMES = [name for name in SCHEDULES if name != "naive"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "1f1b" else pytest.mark.long) for name in NAMES])
+def test_steps_that_flow_have_the_bits_of_steps_that_end(name):
+    order = schedule_for(name, 4, 4)
+    results = []
+    for ends in (lambda number: False, lambda number: number % 2 == 1, lambda number: True):
+        pipe = jaxpp.Pipeline(deep, OPTIMIZERS["clipped adamw"], num_stages=4, num_microbatches=4, schedule=order, delay=1)
+        state, metrics = flowing(pipe, deep_init(), STEPS, ends=ends)
+        results.append((state, [dict(each) for each in metrics]))
+    equal(results[0], results[1])
+    equal(results[0], results[2])
+
+
+def test_a_step_returns_before_its_last_backwards_and_whoever_looks_at_the_state_ends_it():
+    pipe = pipeline(stages=3, microbatches=4, delay=1)
+    state = pipe.init(PARAMS, X)
+    for look in (
+        lambda state, _: state.params,
+        lambda state, _: jax.block_until_ready(state),
+        lambda state, _: pipe.evaluate(state, X),
+        lambda state, _: pipe.apply(state, X, lambda params, x: x @ params["a"]),
+        lambda state, _: print(state),
+        lambda state, _: state.replace(step=3),
+        lambda state, _: pipe.flush(state),
+        lambda state, _: pipe.state,
+        lambda state, _: serialization.to_state_dict(state),
+        lambda _, metrics: metrics.grad_norm,
+        lambda _, metrics: dict(metrics),
+        lambda _, metrics: metrics.by_stage,
+    ):
+        state, metrics = pipe.step(state, X)
+        rest = tail_of(state, pipe.engine)
+        assert rest is not None
+        assert float(metrics.loss) > 0
+        assert isinstance(state.step, int)
+        assert tail_of(state, pipe.engine) is rest, "neither of them ends it"
+        look(state, metrics)
+        jax.block_until_ready(state.params)
+        assert tail_of(state, pipe.engine) is None
+        assert float(metrics.grad_norm) > 0
+
+
+def test_other_batch_sizes_and_numbers_of_microbatches_flow_too():
+    steps = [X, X[:5], X, jaxpp.Microbatches([X[:3], X[:2], X]), jaxpp.Microbatches([X, X[:1]]), X]
+    results = []
+    for ends in (False, True):
+        pipe = pipeline(stages=3, microbatches=4, delay=1)
+        state = pipe.init(PARAMS, X)
+        for batch in steps:
+            state, _ = pipe.step(state, batch)
+            if ends:
+                pipe.flush(state)
+        results.append(state)
+    equal(*results)
+
+
+def test_a_state_that_a_later_step_has_consumed_is_refused_and_one_that_is_kept_is_not():
+    pipe = pipeline(stages=3, microbatches=4, delay=1)
+    first = pipe.init(PARAMS, X)
+    second, _ = pipe.step(first, X)
+    with pytest.raises(StateError, match="consumed by an earlier step"):
+        pipe.step(first, X)
+    third, _ = pipe.step(second, X)
+    with pytest.raises(StateError, match="consumed by an earlier step"):
+        pipe.step(second, X)  # a cell that is run twice
+    expected = jax.device_get(third)
+    kept, _ = pipe.step(third, X, donate=False)
+    equal(third, expected)
+    again, _ = pipe.step(third, X, donate=False)
+    equal(kept, again)
+    pipe.step(kept, X)
+    equal(third, expected)
+
+
+def test_the_previous_parameters_are_those_of_the_state_before():
+    pipe = pipeline(optimizer=optax.sgd(0.1), stages=3, microbatches=4, delay=1)
+    state = pipe.init(PARAMS, X)
+    equal(state.previous, PARAMS)
+    for _ in range(3):
+        params = jax.device_get(state.params)
+        state, _ = pipe.step(state, X)
+        equal(state.previous, params)
+    assert "previous" in str(state)
+    plain = pipeline()
+    assert plain.init(PARAMS, X).previous == ()
+
+
+def test_loops_that_are_cut_hold_previous_slices():
+    pipe = pipeline(looped, stages=3, microbatches=4, delay=1, cuts=None)
+    state = pipe.init(LAYERS, X)
+    for _ in range(2):
+        before = jax.device_get(state.params)
+        state, _ = pipe.step(state, X)
+    assert jax.tree.structure(state.previous) == jax.tree.structure(LAYERS)
+    equal(state.previous, before)
+    assert pipe.verify(state, X)
+
+
+def test_what_no_step_changes_is_held_once():
+    optimizer = optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(1e-2)}, {"a": "a", "b": "b", "c": "b"})
+    pipe = pipeline(optimizer=optimizer, stages=3, microbatches=4, delay=1, trains=("b", "c"))
+    state = pipe.init(PARAMS, X)
+    for _ in range(3):
+        state, _ = pipe.step(state, X)
+    assert state.previous["a"] is None
+    assert set(jax.tree.leaves(jax.tree.map(jnp.shape, state.previous))) <= {6, 2}
+    equal(state.params["a"], PARAMS["a"])
+    assert pipe.verify(state, X)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=pytest.mark.long)
+        for name, options in {
+            "replicas": {"data_parallel": 2},
+            "a mesh": {"mesh": ((2, 2, 2), ("pipe", "data", "model")), "shardings": {"w*": "column"}},
+            "divided optimizers": {"data_parallel": 2, "shard": "optimizer"},
+            "divided parameters": {"data_parallel": 2, "shard": "parameters"},
+            "divided gradients": {"data_parallel": 2, "shard": "gradients"},
+            "one device": {"devices": jax.devices()[:1]},
+            "fewer residuals": {"remat": "recompute"},
+            "residuals in host memory": {"remat": "offload"},
+            "fused": {"fuse": True},
+            "unequal ranks": {"devices": [jax.devices()[0], jax.devices()[1:3]], "num_stages": 2},
+        }.items()
+    ],
+)
+def test_pipelines_of_all_kinds_flow_or_end_with_the_same_bits(options):
+    options = {"num_stages": 2, **options}
+    if "mesh" in options:
+        options["mesh"] = jax.make_mesh(*options["mesh"])
+    results = []
+    for ends in (False, True):
+        pipe = jaxpp.Pipeline(deep, OPTIMIZERS["clipped adamw"], num_microbatches=3, delay=1, **options)
+        results.append(flowing(pipe, deep_init(), STEPS, ends=lambda _, ends=ends: ends)[0])
+    equal(*results)
+    assert pipe.verify(results[1], *STEPS[1])
+
+
+def test_a_checkpoint_of_steps_in_flow_goes_on_with_the_same_bits(tmp_path):
+    def run(restart):
+        pipe = pipeline(stages=3, microbatches=4, delay=1)
+        state = pipe.init(PARAMS, X)
+        for number in range(4):
+            if restart and number == 2:
+                with ocp.StandardCheckpointer() as checkpointer:
+                    checkpointer.save(tmp_path / "state", state)
+                    checkpointer.wait_until_finished()
+                    pipe = pipeline(stages=2, microbatches=4, delay=1)
+                    state = checkpointer.restore(tmp_path / "state", pipe.abstract_state(PARAMS, X))
+                assert state.step == 2
+            state, _ = pipe.step(state, X)
+        return state
+
+    compare("state", run(True).replace(step=0), run(False).replace(step=0))
+
+
+def versions_alive(shape, devices):
+    buffers = {
+        shard.data.unsafe_buffer_pointer()
+        for array in jax.live_arrays()
+        if array.shape == shape and not array.is_deleted()
+        for shard in array.addressable_shards
+        if shard.device in devices
+    }
+    return len(buffers)
+
+
+def test_there_are_two_versions_of_the_weights_at_the_fullest(monkeypatch):
+    """Counted after every instruction of steps in flow; plain sgd has no other arrays of this shape."""
+    monkeypatch.setattr("jaxpp.plan.step.ZEROED", 0)  # as of large stages: the first backward makes the sums
+    shape = (37, 37)
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    pipe = jaxpp.Pipeline(loss, optax.sgd(0.1), num_stages=4, num_microbatches=4, delay=1)
+    x = jnp.ones((8, 37))
+    state = pipe.init(lambda key: [jax.random.normal(key, shape)] * 4, KEYS[0], x)
+    for _ in range(2):
+        state, _ = pipe.step(state, x)
+    devices, found = jax.devices()[:4], []
+
+    def observed(parts, observer=None, plain=execute.dispatch):
+        for slots, instructions in parts:
+            for instruction in instructions:
+                plain([(slots, [instruction])])
+                found.append(versions_alive(shape, devices))
+
+    monkeypatch.setattr("jaxpp.engine.engine.dispatch", observed)
+    monkeypatch.setattr("jaxpp.engine.tail.dispatch", observed)
+    gc.collect()
+    state, _ = pipe.step(state, x)
+    assert max(found) <= 3 * 4, "two of each weight, and the sum of its gradients"
+    pipe.flush(state)
+    assert versions_alive(shape, devices) == 2 * 4
+
+
+def test_ctrl_c_leaves_a_step_undone_or_done(monkeypatch):
+    results = []
+    for interrupt in (None, 0, 3, 20, 40):
+        pipe = pipeline(stages=3, microbatches=4, delay=1)
+        state = pipe.init(PARAMS, X)
+        for _ in range(2):
+            state, _ = pipe.step(state, X)
+        count, plain = itertools.count(), execute.dispatch
+
+        def broken(parts, observer=None, count=count, plain=plain, interrupt=interrupt):
+            def seen(instructions):
+                for instruction in instructions:
+                    if next(count) == interrupt:
+                        signal.raise_signal(signal.SIGINT)
+                    yield instruction
+
+            plain(((slots, seen(instructions)) for slots, instructions in parts), observer)
+
+        if interrupt is not None:
+            monkeypatch.setattr("jaxpp.engine.engine.dispatch", broken)
+            monkeypatch.setattr("jaxpp.engine.tail.dispatch", broken)
+            with pytest.raises(KeyboardInterrupt):
+                pipe.step(state, X)
+            monkeypatch.undo()
+            state = pipe.state
+        while state.step < 4:
+            state, _ = pipe.step(state, X)
+        results.append(jax.device_get(state))
+    for each in results[1:]:
+        equal(each, results[0])
+
+
+def test_a_step_that_fails_leaves_the_step_before_it_whole(monkeypatch):
+    pipe = pipeline(stages=3, microbatches=4, delay=1)
+    state = pipe.init(PARAMS, X)
+    expected = state = pipe.step(state, X)[0]
+    plain = execute.dispatch
+
+    def failing(parts, observer=None):
+        def seen(instructions):
+            for instruction in instructions:
+                if str(instruction.about.action) == "0F2":
+                    raise RuntimeError("RESOURCE_EXHAUSTED")
+                yield instruction
+
+        plain(((slots, seen(instructions)) for slots, instructions in parts), observer)
+
+    monkeypatch.setattr("jaxpp.engine.tail.dispatch", failing)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        pipe.step(state, X)
+    monkeypatch.undo()
+    assert pipe.state is expected
+    other = pipeline(stages=3, microbatches=4, delay=1)
+    start = other.init(PARAMS, X)
+    equal(expected, other.step(start, X)[0])
+    pipe.step(expected, X)
+
+
+def test_what_cannot_be_late_is_refused():
+    with pytest.raises(ArgumentError, match=r"delay=2: gradients are of the parameters"):
+        pipeline(delay=2)
+    with pytest.raises(ArgumentError, match="a loss scale, which a step may skip"):
+        pipeline(delay=1, loss_scale=DynamicScale())
+    with pytest.raises(ArgumentError, match="host='params'"):
+        pipeline(delay=1, host="params")
+    bank = jaxpp.Bank({"a": {"w": jnp.ones(2)}}, optax.adam(1e-2))
+    with pytest.raises(ArgumentError, match="the set of a task is of one step"):
+        pipeline(lambda params, own, x: loss_fn(params, x) * own["w"].sum(), delay=1, bank=bank)
+    pipe = pipeline(delay=1)
+    with pytest.raises(ArgumentError, match=r"pipe\.other"):
+        pipe.other(loss_fn)
+    pipe.init(PARAMS, X)
+    with pytest.raises(StateError, match=r"a state is a jaxpp\.State"):
+        pipe.flush(PARAMS)
+
+
+def test_no_stage_waits_for_the_update_of_another():
+    """Without a norm over all stages, the update of a stage needs nothing that another stage does but its backwards."""
+    pipe = pipeline(optimizer=optax.adam(1e-2), stages=3, microbatches=4, delay=1)
+    pipe.init(PARAMS, X)
+    _, lowered = pipe.engine.plan("update", X, None)
+    labels = [line.label for line in lowered.bound.lines]
+    assert lowered.flow.body < labels.index("update stage 2") < labels.index("update stage 1") < labels.index("update stage 0")
+    assert labels.index("update stage 2") < labels.index("0B3")
+
+
+def tier(seed):
+    return [] if seed < 2 else pytest.mark.long if seed < 8 else pytest.mark.slow
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=tier(seed)) for seed in range(100)])
+@pytest.mark.filterwarnings("ignore::jaxpp.UnevenStagesWarning", "ignore::jaxpp.MicrobatchWarning")
+def test_random_models_flow_with_the_bits_of_steps_that_end(seed):
+    rng, model = np.random.default_rng(seed), random_model(seed)
+    order = schedule_for(str(rng.choice(NAMES)), 4, int(rng.integers(2, 5)))
+    options = {"num_stages": 4, "num_microbatches": 2}
+    if order is not None:
+        options |= {"schedule": order, "num_microbatches": order.num_microbatches}
+    optimizer = list(OPTIMIZERS.values())[rng.integers(2)]
+    results = []
+    for ends in (False, True):
+        pipe = jaxpp.Pipeline(model.loss_fn, optimizer, delay=1, **options)
+        state = pipe.init(model.params, model.batch)
+        for _ in range(3):
+            state, metrics = pipe.step(state, model.batch, model.key)
+            if ends:
+                pipe.flush(state)
+        results.append((state, metrics.loss, metrics.grad_norm))
+    equal(*results)
