@@ -7,6 +7,7 @@ so these are also the moments of the device. For what a compiled program needs b
 """
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ def liveness_of_all(engine: Engine, batch: Batch, key: Tree, purpose: Purpose = 
         lowered = engine.plan(purpose, batch, key)[1]
         own, known = lowered.bound, {}
         if own.numbers is None:
-            return step_liveness(engine, lowered, compiled=True)
+            return in_flow(step_liveness(engine, lowered, compiled=True), lowered)
     whole = engine.lower(purpose, batch, key)
     if own is not None:
         extra = zip(own.numbers or (), temporaries(own, engine.programs), strict=True)
@@ -160,7 +161,42 @@ def liveness_of_all(engine: Engine, batch: Batch, key: Tree, purpose: Purpose = 
     extra = tuple(0 if line.program is None else known.get(_program_key(line), 0) for line in whole.bound.lines)
     bound = dataclasses.replace(whole.bound, chosen={**chosen, **(whole.bound if own is None else own).chosen})
     liveness = step_liveness(engine, dataclasses.replace(whole, bound=bound))
-    return dataclasses.replace(liveness, temporaries=extra, unknown=tuple(unknown))
+    return in_flow(dataclasses.replace(liveness, temporaries=extra, unknown=tuple(unknown)), whole)
+
+
+def in_flow(liveness: Liveness, lowered: LoweredStep) -> Liveness:
+    """What is alive between the last forwards of a step and those of the next, if steps flow; else as it is.
+
+    The lines are the tail of the first beside the body of the second. Of what a step hands from its body to its tail there are two:
+    that of the first step until the tail has read it, and that of the second from when the body makes it.
+    """
+    flow = lowered.flow
+    if flow is None:
+        return liveness
+    tail = iter(range(flow.body, len(liveness.lines)))
+    order = list[int]()
+    for mine, count in flow.then(flow):
+        numbers = tail if mine else iter(range(sum(k < flow.body for k in order), flow.body))
+        order += itertools.islice(numbers, count)
+    moment = {number + 1: at + 1 for at, number in enumerate(order)}
+    end, parts = len(order) + 1, {(life.name, life.begins) for life in liveness.lives}
+
+    def lives(life: Life) -> list[Life]:
+        begins, ends, body = life.begins, life.ends, flow.body
+        first = life._replace(name=life.name._replace(microbatch=life.name.microbatch - len(lowered.step.sizes)))
+        if begins in (0, end):
+            return [life._replace(ends=end if ends >= end else moment[ends] if ends else 0)]
+        if begins > body:
+            return [first._replace(begins=moment[begins], ends=moment.get(ends, end))]
+        if ends <= body:
+            goes_on = (life.name, ends + 1) in parts  # as another kind of bytes, from the next line that reads it
+            return [life._replace(begins=moment[begins], ends=moment[ends + 1] - 1 if goes_on else moment[ends])]
+        handed = [first._replace(begins=0, ends=moment[ends])] if ends < end else []  # the rest has been given to the caller
+        return [*handed, life._replace(begins=moment[begins], ends=end, donated=False)]
+
+    found = tuple(one for life in liveness.lives for one in lives(life))
+    lines, extra = (tuple(each[k] for k in order) if each else () for each in (liveness.lines, liveness.temporaries))
+    return dataclasses.replace(liveness, lines=lines, lives=found, temporaries=extra)
 
 
 def program_needs(engine: Engine, batch: Batch, key: Tree) -> Needs:
