@@ -20,7 +20,7 @@ from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.observe.memory.liveness import in_flow, step_liveness
 from jaxpp.runtime import execute
 from jaxpp.schedule import SCHEDULES
-from jaxpp.verify import compare, oracle
+from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.models import LAYERS, PARAMS, X, gpt_case, looped, loss_fn, mlp_case, pipeline, schedule_for
 from tests.random_models import random_model
 
@@ -46,7 +46,7 @@ def counting(params, model_state, x, key):
 
 
 def scanned(params, x, key):
-    x, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, jnp.stack([params[f"w{k}"] for k in range(8)]))
+    x, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])
     return jnp.mean(x**2) + 0 * jax.random.normal(key)
 
 
@@ -105,15 +105,17 @@ SHORT = {("plain", "clipped adamw"), ("state", "sgd")}
 def test_training_equals_the_delayed_loop_on_one_device(kind, optimizer):
     with jax.enable_x64(True):
         init, chosen, steps = deep_init(), OPTIMIZERS[optimizer], training_steps()
-        loss, variables = {"state": (counting, (init, {"mean": jnp.zeros(WIDTH)})), "stacked": (scanned, (init,))}.get(
-            kind, (deep, (init,))
-        )
+        loss, variables = deep, (init,)
+        if kind == "state":
+            loss, variables = counting, (init, {"mean": jnp.zeros(WIDTH)})
+        if kind == "stacked":
+            loss, variables = scanned, ({"layers": jnp.stack(list(init.values()))},)
         if kind == "frozen":
             labels = {name: "none" if name in ("w2", "w5") else "some" for name in init}
             chosen = optax.multi_transform({"none": optax.set_to_zero(), "some": chosen}, labels)
         options = {"has_state": True} if kind == "state" else {}
         pipe = jaxpp.Pipeline(loss, chosen, num_stages=4, num_microbatches=4, delay=1, **options)
-        state, metrics = flowing(pipe, variables if kind == "state" else init, steps)
+        state, metrics = flowing(pipe, variables if kind == "state" else variables[0], steps)
         params, before, moments, model_state, losses = delayed(loss, chosen, variables, steps)
         compare("params", state.params, params)
         compare("previous", state.previous, before)
@@ -133,8 +135,8 @@ def test_models_with_aux_equal_the_delayed_loop_on_one_device(case):
         params, before, *_, losses = delayed(
             case.loss_fn, optax.sgd(0.1), (case.params,), steps, has_aux=True, reducers=case.reducers
         )
-        compare("params", state.params, params)
-        compare("previous", state.previous, before)
+        compare("params", state.params, params, floor=GRAD_FLOOR)  # an attention key's bias is nothing but rounding
+        compare("previous", state.previous, before, floor=GRAD_FLOOR)
         compare("losses", [each.loss for each in metrics], losses)
         assert len(jax.tree.leaves(metrics[-1].aux)) == len(jax.tree.leaves(metrics[0].aux)) > 0
 
@@ -373,9 +375,8 @@ def test_every_moment_of_steps_in_flow_is_as_forecast(monkeypatch):
     levels = liveness.levels[device][1:-1].sum(axis=1)
     differences = np.asarray(found) - levels
     assert len(found) == len(levels)
-    assert len(set(differences // 64)) == 1, "\n".join(
-        f"{line.label} {line.device} {d}" for line, d in zip(liveness.lines, differences)
-    )
+    wrong = [f"{line.label}: {d}" for line, d in zip(liveness.lines, differences, strict=True) if d // 64]
+    assert not wrong, wrong
     assert max(levels) > 4 * 40 * 40 * 4, "two weights and two moments, at least"
     assert max(pipe.forecast([x[:40]] * 4, x).peaks.values()) >= max(levels)
 
