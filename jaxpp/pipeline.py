@@ -496,7 +496,7 @@ class Pipeline(Forward):
         self._newest.state = state
         with Hold() as hold, jax.profiler.TraceAnnotation(STEP):
             try:
-                rest = setup.runner.flow(task, given, batch, key, hold=hold.begin) if self._options.delay and donate else None
+                rest = setup.runner.flow(task, given, batch, key, hold.begin) if self._options.delay and donate else None
                 if rest is not None:
                     return self._in_flow(setup, rest, num_steps + 1)
                 leaves = given.outcome().state if isinstance(given, Tail) else given
@@ -521,7 +521,7 @@ class Pipeline(Forward):
             setup.detector.add(outcome.squares)
             return {"grad_norm": outcome.grad_norm, "squares": dict(zip(watched, outcome.squares, strict=True))}
 
-        report: Any = Report(tail, read)
+        report: Tree = Report(tail, read)
         self._newest.state = new = setup.states.after(setup.engine, tail, num_steps)
         return new, Metrics(tail.first.loss, tail.first.aux, report, None, num_steps, report)
 

@@ -457,7 +457,7 @@ class Engine:
                     slots[slot] = value
         else:
             dispatch([(slots, plan.instructions[: lowered.flow.body])])
-        return Tail(plan, lowered, slots)
+        return Tail(plan, lowered, lowered.flow, slots)
 
     def _arguments(
         self, lowered: LoweredStep, purpose: Purpose, leaves: Leaves[Array], batch: Batch, key: Key | None

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Any
 
 from jaxpp.engine.outcome import LoweredStep, Outcome
 from jaxpp.errors import StateError
 from jaxpp.plan.flow import Flow
 from jaxpp.plan.plan import Plan
-from jaxpp.runtime.execute import dispatch
+from jaxpp.runtime.execute import Slots, dispatch
 from jaxpp.runtime.interrupts import held
 from jaxpp.types import Array
 
@@ -16,12 +15,11 @@ from jaxpp.types import Array
 class Tail:
     """The rest of a step whose body has been handed over. It is handed over beside the next step, or when somebody asks for it."""
 
-    def __init__(self, plan: Plan, lowered: LoweredStep, slots: list[Any]):
-        assert lowered.flow is not None, "a step without a tail is run at once"
-        self.plan, self.lowered, self.flow, self._slots = plan, lowered, lowered.flow, slots
+    def __init__(self, plan: Plan, lowered: LoweredStep, flow: Flow, slots: Slots):
+        self.plan, self.lowered, self.flow, self._slots = plan, lowered, flow, slots
         late = [lowered.bound.resolve(name) in self.flow.late for name in lowered.outputs]
-        values: list[Any] = [None if one else slots[slot] for one, slot in zip(late, plan.outputs, strict=True)]
-        self.first: Outcome[Any] = lowered.outcome(values)  # what the body has made; None for the rest
+        values: Slots = [None if one else slots[slot] for one, slot in zip(late, plan.outputs, strict=True)]
+        self.first = lowered.outcome(values)  # what the body has made; None for the rest
         self._left = iter(plan.instructions[self.flow.body :])
         self._outcome: Outcome[Array] | None = None
         self._failed: BaseException | None = None
@@ -31,11 +29,10 @@ class Tail:
         """What the step returns, handed over now unless that was done."""
         if self._outcome is None:
             with held():  # Ctrl-C waits, as in an update
-                self._finish()
-        assert self._outcome is not None, "finished"
+                return self._finished()
         return self._outcome
 
-    def beside(self, plan: Plan, flow: Flow, slots: list[Any]) -> Outcome[Array]:
+    def beside(self, plan: Plan, flow: Flow, slots: Slots) -> Outcome[Array]:
         """Hand over the rest between the lines of the next step's body, which has these slots; what this step returns."""
         runs = self.flow.then(flow)
         steps = {True: (self._slots, self._left), False: (slots, iter(plan.instructions[: flow.body]))}
@@ -44,13 +41,11 @@ class Tail:
             dispatch(parts)
         except BaseException:
             slots.clear()
-            self._finish()  # what has failed is the next step
+            self._finished()  # what has failed is the next step
             raise
-        self._finish()
-        assert self._outcome is not None, "finished"
-        return self._outcome
+        return self._finished()
 
-    def _finish(self) -> None:
+    def _finished(self) -> Outcome[Array]:
         if self._failed is not None:
             rule, fix = "a step that failed in part left no state", "go on from a checkpoint, pipe.step(restored, ...)"
             raise StateError(
@@ -66,3 +61,4 @@ class Tail:
         self._slots.clear()
         for tell in self.then:
             tell(outcome)
+        return outcome

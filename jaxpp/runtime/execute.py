@@ -16,10 +16,14 @@ from jaxpp.types import Array, Leaf
 _MOST_WAITING = 16  # programs that wait at once where ``InFlight`` limits them
 
 
+Slots = list[Any]
+"""The values of a step by slot."""
+
+
 class Observer(Protocol):
     """Sees every instruction after it was dispatched, and the slots as they are then."""
 
-    def __call__(self, instruction: Instruction, slots: Sequence[Any]) -> None:
+    def __call__(self, instruction: Instruction, slots: Slots) -> None:
         """Called before the instruction's slots are freed."""
         ...
 
@@ -43,9 +47,9 @@ def execute(
     return [slots[slot] for slot in plan.outputs]
 
 
-def first_slots(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
+def first_slots(plan: Plan, arguments: Sequence[Leaf]) -> Slots:
     """The slots before the first instruction."""
-    slots: list[Any] = [None] * plan.num_slots
+    slots: Slots = [None] * plan.num_slots
     for slot, value in plan.constants:
         slots[slot] = value
     for slot, value in zip(plan.inputs, arguments, strict=True):
@@ -53,7 +57,7 @@ def first_slots(plan: Plan, arguments: Sequence[Any]) -> list[Any]:
     return slots
 
 
-def dispatch(parts: Iterable[tuple[list[Any], Iterable[Instruction]]], observer: Observer | None = None) -> None:
+def dispatch(parts: Iterable[tuple[Slots, Iterable[Instruction]]], observer: Observer | None = None) -> None:
     """Run instructions, each on the slots of its step."""
     instruction = value = None
     try:
@@ -86,7 +90,7 @@ class InFlight:
     def beside(self, other: Observer | None) -> Observer:
         """An observer that waits for the program that was dispatched so many before, and calls ``other``."""
 
-        def observe(instruction: Instruction, slots: Sequence[Leaf]) -> None:
+        def observe(instruction: Instruction, slots: Slots) -> None:
             if instruction.about.program and instruction.about.watch >= 0:
                 self._waiting.append(slots[instruction.about.watch])
                 if len(self._waiting) > _MOST_WAITING:

@@ -3,6 +3,7 @@
 from jaxpp.schedule.action import Action, Kind, parse
 from jaxpp.schedule.base import Schedule, from_csv
 from jaxpp.schedule.clock import dependencies
+from jaxpp.schedule.flow import flow
 from jaxpp.schedule.forward import forward, ring
 from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.schedule.simulate import Simulation, simulate, simulate_prefetch
@@ -15,6 +16,7 @@ __all__ = [
     "Schedule",
     "Simulation",
     "dependencies",
+    "flow",
     "forward",
     "from_csv",
     "make",

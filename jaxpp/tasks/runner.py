@@ -113,9 +113,11 @@ class Runner:
         """A step on the leaves of a state; ``options`` are those of ``Engine.run``."""
         return self.engine(task).run("update", leaves, batch, key, **options)
 
-    def flow(self, task: TaskNames, given: Leaves[Array] | Tail, batch: Batch, key: Key | None, **options: Any) -> Tail | None:
+    def flow(
+        self, task: TaskNames, given: Leaves[Array] | Tail, batch: Batch, key: Key | None, hold: Callable[[], None]
+    ) -> Tail | None:
         """A step beside what is left of the one before it; as ``Engine.flow``."""
-        return self.engine(task).flow(given, batch, key, **options)
+        return self.engine(task).flow(given, batch, key, hold)
 
     def prefetch(self, task: TaskNames) -> None:
         """Begin to bring what a later step will use; waits for nothing."""

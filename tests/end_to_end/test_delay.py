@@ -17,7 +17,7 @@ import jaxpp
 from jaxpp.engine.state import tail_of
 from jaxpp.errors import ArgumentError, StateError
 from jaxpp.observe.memory.ledger import live_bytes
-from jaxpp.observe.memory.liveness import in_flow, step_liveness
+from jaxpp.observe.memory.liveness import liveness_in_flow, step_liveness
 from jaxpp.runtime import execute
 from jaxpp.schedule import SCHEDULES
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
@@ -356,7 +356,7 @@ def test_every_moment_of_steps_in_flow_is_as_forecast(monkeypatch):
     for _ in range(2):
         state, _ = pipe.step(state, x)
     lowered = pipe.engine.plan("update", x, None)[1]
-    liveness = in_flow(step_liveness(pipe.engine, lowered), lowered)
+    liveness = liveness_in_flow(step_liveness(pipe.engine, lowered), lowered)
     found, device = [], jax.devices()[1]  # which holds no batch
     gc.collect()
 

@@ -18,7 +18,7 @@ from jaxpp.engine.engine import Engine
 from jaxpp.errors import FitError
 from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
 from jaxpp.observe.memory.forecast import Forecast, forecast, forecast_of
-from jaxpp.observe.memory.liveness import MEMORY_KINDS, in_flow, step_liveness
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, liveness_in_flow, step_liveness
 from jaxpp.observe.memory.remat_frontier import again_of
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.measure import action_times, copy_times
@@ -74,7 +74,7 @@ def fit(engine: Engine, batch: Batch, key: Key | None, waiting: Sequence[Name] =
 def _check_params(engine: Engine, batch: Batch, key: Key | None, room: int) -> None:
     """Refuse a step whose parameters alone are too large for a device; nothing is compiled for that."""
     lowered = engine.lower("update", batch, key)
-    liveness = in_flow(step_liveness(engine, lowered), lowered)
+    liveness = liveness_in_flow(step_liveness(engine, lowered), lowered)
     held = {device: int(levels[0][MEMORY_KINDS.index("parameters")]) for device, levels in liveness.levels.items()}
     if got := [f"{device_name(device)}: parameters of {bytes_in_words(size)}" for device, size in held.items() if size > room]:
         fix = "cut the model into more stages on more devices, or give each device more memory"

@@ -22,7 +22,15 @@ from jaxpp.engine.outcome import Purpose
 from jaxpp.errors import ArgumentError, JaxppError
 from jaxpp.observe.bound import StepBound, bound_of
 from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
-from jaxpp.observe.memory.liveness import MEMORY_KINDS, Life, Liveness, in_flow, lasting_lives, liveness_of_all, step_liveness
+from jaxpp.observe.memory.liveness import (
+    MEMORY_KINDS,
+    Life,
+    Liveness,
+    lasting_lives,
+    liveness_in_flow,
+    liveness_of_all,
+    step_liveness,
+)
 from jaxpp.observe.memory.remat_frontier import Frontier, frontier_of
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
@@ -265,7 +273,7 @@ def _changes(now: Forecast, engine: Engine, batch: Batch, key: Key | None, room:
         _, _, new, smaller = trials[what]
         other = engines[what] = _engine_of(engine, new, smaller, key)
         lowered = other.lower(purpose, smaller, key)
-        liveness = in_flow(step_liveness(other, lowered), lowered)
+        liveness = liveness_in_flow(step_liveness(other, lowered), lowered)
         copied = Counter[tuple[int, int]]()
         for life in liveness.hosted:
             copied[life.name.stage, life.name.microbatch] += life.num_bytes

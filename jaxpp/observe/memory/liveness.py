@@ -141,7 +141,7 @@ def liveness_of_all(engine: Engine, batch: Batch, key: Tree, purpose: Purpose = 
         lowered = engine.plan(purpose, batch, key)[1]
         own, known = lowered.bound, {}
         if own.numbers is None:
-            return in_flow(step_liveness(engine, lowered, compiled=True), lowered)
+            return liveness_in_flow(step_liveness(engine, lowered, compiled=True), lowered)
     whole = engine.lower(purpose, batch, key)
     if own is not None:
         extra = zip(own.numbers or (), temporaries(own, engine.programs), strict=True)
@@ -161,10 +161,10 @@ def liveness_of_all(engine: Engine, batch: Batch, key: Tree, purpose: Purpose = 
     extra = tuple(0 if line.program is None else known.get(_program_key(line), 0) for line in whole.bound.lines)
     bound = dataclasses.replace(whole.bound, chosen={**chosen, **(whole.bound if own is None else own).chosen})
     liveness = step_liveness(engine, dataclasses.replace(whole, bound=bound))
-    return in_flow(dataclasses.replace(liveness, temporaries=extra, unknown=tuple(unknown)), whole)
+    return liveness_in_flow(dataclasses.replace(liveness, temporaries=extra, unknown=tuple(unknown)), whole)
 
 
-def in_flow(liveness: Liveness, lowered: LoweredStep) -> Liveness:
+def liveness_in_flow(liveness: Liveness, lowered: LoweredStep) -> Liveness:
     """What is alive between the last forwards of a step and those of the next, if steps flow; else as it is.
 
     The lines are the tail of the first beside the body of the second. Of what a step hands from its body to its tail there are two:
