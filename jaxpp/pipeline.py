@@ -154,6 +154,11 @@ class Pipeline(Forward):
             the update; or ``"params"``, parameters, gradients and the optimizer's state, of which a device then holds those of the
             stage that works, and the next one's parameters. A rank needs many stages for that, as
             ``jaxpp.schedule.make("looped-bfs", stages_per_rank=8, ...)`` gives it. Results are the same bit by bit.
+        delay: with 1, no stage waits for the optimizer: the gradients of a step are of the parameters before the last step, which
+            ``state.previous`` holds too, and the next step's forwards run between the last backwards of a step. It computes
+            what this loop does, on one device: ``grads = jax.grad(loss_fn)(before, batch); updates, opt_state =
+            optimizer.update(grads, opt_state, params); before, params = params, optax.apply_updates(params, updates)``. Training
+            differs from that with 0, so compare the losses. See ``flush``, and ``jaxpp.schedule.flow`` for the order.
 
     Raises:
         MicrobatchWarning: when ``init`` sees a loss that is no mean over the examples, with what to pass so that it is exact.
