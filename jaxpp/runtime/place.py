@@ -484,19 +484,23 @@ def devices_warning(schedule: Schedule, places: Sequence[Place], data_parallel: 
     return DevicesWarning(f"{where}: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
 
 
-def undivided_warnings(placement: Placement, divided: Collection[int]) -> tuple[DevicesWarning, ...]:
+def undivided_warnings(placement: Placement, divided: Collection[int], *, by_list: bool) -> tuple[DevicesWarning, ...]:
     """What to tell the user of devices along ``model`` over which nothing is divided; ``divided`` are stages with sharded leaves.
 
+    ``by_list``: ranks of several devices are lists in ``devices=``, and there is no mesh.
     Where ranks are of unequal width, each rank of several devices is there for its own stages; else one sharded leaf is enough.
     """
     rules, num_shards = 'shardings=..., for example {"*/fc": "column", "*/proj": "row"}', placement.num_shards
     if num_shards == 1 or (placement.is_even and divided):
         return ()
     if placement.is_even:
-        rule = "the devices along an axis of the mesh divide the work of a stage"
+        where, rule = 'mesh with the axis "model"', "the devices along an axis of the mesh divide the work of a stage"
+        instead = "a mesh without that axis"
+        if by_list:
+            where, rule = "devices, a list of devices for each rank", "the devices of a rank divide the parameters of its stages"
+            instead = "one device for each rank"
         got = f'no parameter is sharded over "model": its {num_shards} devices hold and compute the same'
-        fix = f"pass {rules}, or a mesh without that axis"
-        return (DevicesWarning(f'mesh with the axis "model": {rule}.\n  Got: {got}.\n  Fix: {fix}.'),)
+        return (DevicesWarning(f"{where}: {rule}.\n  Got: {got}.\n  Fix: pass {rules}, or {instead}."),)
     found = []
     for rank, place in enumerate(placement.by_rank):
         stages = [stage for stage, other in enumerate(placement.places) if other == place]

@@ -171,17 +171,24 @@ class RankAxes:
         try:
             return trace()
         except Exception:
-            if self.whole is None:
+            found = None if self.whole is None else _within(self.whole.abstract_mesh, trace)
+            if found is None:
                 raise
-        typed = self.whole.abstract_mesh
-        try:
-            with jax.sharding.use_abstract_mesh(_untyped(typed)):
-                return trace()
-        except Exception:
-            if AxisType.Explicit not in typed.axis_types:
-                raise
-        with jax.sharding.use_abstract_mesh(typed):
-            return trace()
+        return found[0]
+
+
+def _within(mesh: AbstractMesh, trace: Callable[[], _T]) -> tuple[_T] | None:
+    """A function of the user's traced with ``mesh`` in force; None if it maps over another mesh, which JAX refuses there."""
+    try:
+        with jax.sharding.use_abstract_mesh(_untyped(mesh)):
+            return (trace(),)
+    except Exception as error:
+        if AxisType.Explicit not in mesh.axis_types:
+            if "context mesh" in str(error):
+                return None
+            raise
+    with jax.sharding.use_abstract_mesh(mesh):
+        return (trace(),)
 
 
 def _untyped(mesh: AbstractMesh) -> AbstractMesh:

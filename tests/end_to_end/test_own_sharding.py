@@ -488,6 +488,26 @@ REFUSED = {
         {"mesh": MESH, "shardings": RULES},
         ["ppermute over 'data', 'model'", "call one collective for each axis", __file__],
     ),
+    "a block that replicas and shards cannot share": (  # as long as four rows, in plain JAX, and of one in a microbatch
+        mapped(lambda x: jax.lax.all_to_all(x, ("data", "model"), 0, 0, tiled=True), P(("data", "model")), mesh=MESH),
+        {"mesh": MESH, "shardings": RULES},
+        [
+            "all_to_all and psum_scatter give each device along their axes an equal share of a block",
+            "split_axis (1) has to be divisible by the size of the named axis ('data', 'model') (4)",
+            "the loss for one microbatch, batch leaves f32[4,8]",
+            "if it is that of the examples, pass fewer microbatches or a larger batch",
+        ],
+    ),
+    "a block that the devices of another mesh cannot share": (
+        mapped(lambda x: jax.lax.all_to_all(x, ("data", "model"), 0, 0, tiled=True), P(("data", "model")), mesh=MESH),
+        {"mesh": mesh_of(2, 1, 2), "shardings": RULES},
+        ["an equal share of a block", "split_axis (2) has to be divisible", "batch leaves f32[8,8]"],
+    ),
+    "a block that replicas cannot share": (
+        lambda x: jax.lax.psum_scatter(x[:, :3], "data", scatter_dimension=1, tiled=True) @ jnp.ones((1, 8)),
+        {"data_parallel": 2},
+        ["an equal share of a block", "size 3 must be divisible by shard_count 2", "split an axis of the block whose size"],
+    ),
     "another axis": (
         constrained(NamedSharding(mesh_of(2, 4, names=("a", "b")), P("b"))),
         {"mesh": MESH, "shardings": RULES},
@@ -595,6 +615,14 @@ def test_devices_over_which_nothing_is_divided_are_warned_of():
     pipe = jaxpp.Pipeline(chain(nn.relu), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=MESH)
     with pytest.warns(jaxpp.DevicesWarning, match='no parameter is sharded over "model": its 2 devices hold and compute the same'):
         pipe.init(params(), BATCH)
+
+
+def test_ranks_that_are_lists_of_devices_and_divide_nothing_are_warned_of_as_such():
+    devices = [list(jax.devices()[:2]), list(jax.devices()[2:4])]
+    pipe = jaxpp.Pipeline(chain(nn.relu), optax.sgd(0.1), num_stages=2, num_microbatches=2, devices=devices)
+    with pytest.warns(jaxpp.DevicesWarning, match="devices, a list of devices for each rank: ") as found:
+        pipe.init(params(), BATCH)
+    assert str(found[0].message).endswith("or one device for each rank.") and "mesh" not in str(found[0].message)
 
 
 @pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")

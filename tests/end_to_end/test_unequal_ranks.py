@@ -21,6 +21,7 @@ from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, step_liveness
 from jaxpp.options import Options
 from jaxpp.runtime.send import Send
+from jaxpp.stages.program import Role
 from jaxpp.verify import oracle
 from tests.models import gpt_case, mlp_case
 
@@ -365,6 +366,23 @@ def test_each_device_holds_what_the_account_says_after_every_instruction(devices
 
     engine.run("update", own, batch, key, observer=look)
     assert moment == len(liveness.lines)
+
+
+@pytest.mark.parametrize("wide_first", [True, False])
+def test_a_forecast_counts_the_leaf_that_a_wide_rank_gathers_to_send_it(wide_first):
+    params, devices = wide(SETS[0]), WIDE_FIRST if wide_first else WIDE_LAST
+    pipe = pipeline(tied, devices, cuts=["d"])
+    pipe.abstract_state(params, BATCH)
+    lowered = pipe.engine.lower("update", BATCH, None)
+    liveness = step_liveness(pipe.engine, lowered)
+    (rank,) = [place.shown for place in lowered.bound.placement.by_rank if place.num_shards == 2]
+    found = {moment: liveness.temporary(rank, moment) for moment in range(1, len(liveness.lines) + 1)}
+    (moment,) = [moment for moment, size in found.items() if size]  # the leaf once a step, or its gradient
+    line = liveness.lines[moment - 1]
+    assert line.is_send and line.inputs[0].ref.role == (Role.PARAM if wide_first else Role.GRAD)
+    assert found[moment] == params["a"].nbytes and liveness.stage_at(moment) == line.inputs[0].stage == (0 if wide_first else 1)
+    narrow = liveness.lines[moment - 1].device
+    assert narrow != rank and liveness.temporary(narrow, moment) == 0
 
 
 @pytest.mark.parametrize(

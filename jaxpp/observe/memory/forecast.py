@@ -75,7 +75,7 @@ class StageMemory(NamedTuple):
     device: Device
     kinds: tuple[int, ...]  # of arrays, one number for each of ``MEMORY_KINDS``
     num_residuals: int  # how many microbatches have residuals there
-    temporaries: int  # that the program running then needs besides
+    temporaries: int  # that the program running then needs besides, or the whole of a leaf that a wide rank gathers to send it
 
     @property
     def num_bytes(self) -> int:
@@ -403,7 +403,7 @@ def forecast_of(liveness: Liveness, placement: Placement, room: int | None) -> F
         alive = [life for life in liveness.alive(device, peaks[device]) if life.name.stage == stage]
         kinds = tuple(sum(life.num_bytes for life in alive if life.kind == kind) for kind in MEMORY_KINDS)
         held = {life.name.microbatch for life in alive if life.kind == "residuals"}
-        runs = liveness.lines[peaks[device] - 1].stage == stage
+        runs = liveness.stage_at(peaks[device]) == stage
         stages.append(StageMemory(stage, device, kinds, len(held), liveness.temporary(device, peaks[device]) * runs))
     moments = {device: liveness.lines[moment - 1].label for device, moment in peaks.items()}
     return Forecast(liveness, tuple(stages), moments, room)

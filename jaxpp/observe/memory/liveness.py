@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -66,6 +66,14 @@ class Life(NamedTuple):
     donated: bool = False  # whether a result of the next line takes over its buffer
 
 
+class Gathered(NamedTuple):
+    """What the devices of a rank hold for a moment where they make a value whole, to send it to a rank of another width."""
+
+    stage: int
+    device: Device
+    num_bytes: int  # on each device
+
+
 @dataclass(frozen=True)
 class Liveness:
     """When each value of a step is alive, and where."""
@@ -76,6 +84,7 @@ class Liveness:
     temporaries: tuple[int, ...] = ()  # bytes that each line's program needs besides its arguments and results, if compiled
     unknown: tuple[Device, ...] = ()  # devices of other processes whose temporaries are not known, and count as 0
     hosted: tuple[Life, ...] = ()  # what waits in the host memory beside its device
+    gathered: Mapping[int, Gathered] = field(default_factory=dict)  # for the numbers of lines that are such sends
 
     @cached_property
     def levels(self) -> Mapping[Device, Int[np.ndarray, "moments kinds"]]:
@@ -95,10 +104,18 @@ class Liveness:
         return freed
 
     def temporary(self, device: Device, moment: int) -> int:
-        """Bytes of the temporaries of the program that runs on a device at a moment."""
+        """Bytes of the temporaries of the program that runs on a device at a moment, or of what it gathers to send it."""
+        whole = self.gathered.get(moment - 1)
+        if whole is not None:
+            return whole.num_bytes * (whole.device == device)
         if not self.temporaries or not 0 < moment <= len(self.lines):
             return 0
         return self.temporaries[moment - 1] * (self.lines[moment - 1].device == device)
+
+    def stage_at(self, moment: int) -> int:
+        """The stage of the temporaries at a moment."""
+        whole = self.gathered.get(moment - 1)
+        return self.lines[moment - 1].stage if whole is None else whole.stage
 
     def peak(self, device: Device) -> int:
         """The moment at which a device holds most, temporaries included."""
@@ -114,7 +131,7 @@ class Liveness:
 
     def most_hosted(self, device: Device) -> int:
         """The most bytes that wait at once in host memory beside a device."""
-        return dataclasses.replace(self, lives=self.hosted, temporaries=()).most(device)
+        return dataclasses.replace(self, lives=self.hosted, temporaries=(), gathered={}).most(device)
 
     def alive(self, device: Device, moment: int) -> list[Life]:
         """What a device holds at a moment."""
@@ -230,6 +247,7 @@ def line_liveness(
     begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != CALLER and _is_told(bound, places[name.stage])}
     ends: dict[Name, int] = dict.fromkeys([*begins, *map(bound.resolve, outputs)], end)
     donated: set[Name] = set()
+    gathered: dict[int, Gathered] = {}
     for number, line in enumerate(bound.lines):
         gone = line.taken - set(line.outputs)
         donated |= gone
@@ -239,12 +257,11 @@ def line_liveness(
         elif line.crossing is not None:
             results = [line.crossing.num_bytes] * len(line.outputs)
         elif line.is_send:
-            (source,), (target,) = line.inputs, line.outputs
+            (source,) = line.inputs
             there, size = (homes or {}).get(source), sizes[source]
             if source.stage != CALLER:
-                there = places[source.stage].shown
-                if places[source.stage].num_shards != line.place.num_shards:
-                    size = size * places[source.stage].num_parts(source.ref) // line.place.num_parts(target.ref)
+                there, size, whole = _sent(line, places[source.stage], size)
+                gathered |= {} if whole is None else {number: whole}
             results = [0 if there == line.device else size]
         else:  # copies to host memory and back, and means over groups of replicas: each as large as its input
             results = [sizes[name] for name in line.inputs[: len(line.outputs)]]
@@ -263,7 +280,17 @@ def line_liveness(
         lives += _split(life, forward, bound.lines[min(last.get(name, 0), end - 2)])
     devices = tuple(dict.fromkeys(place.shown for place in bound.placement.by_rank if _is_told(bound, place)))
     extra = () if programs is None else temporaries(bound, programs)
-    return Liveness(devices, bound.lines, (*_constants(bound), *lives), extra, hosted=tuple(hosted))
+    return Liveness(devices, bound.lines, (*_constants(bound), *lives), extra, hosted=tuple(hosted), gathered=gathered)
+
+
+def _sent(line: BoundLine, place: Place, size: int) -> tuple[Device, int, Gathered | None]:
+    """Where what is sent comes from, its bytes on each device where it arrives, and what is gathered first."""
+    ((source,), (target,)), there = (line.inputs, line.outputs), place.shown
+    if place.num_shards == line.place.num_shards:
+        return there, size, None
+    parts = place.num_parts(source.ref)
+    whole = Gathered(source.stage, there, size * parts) if parts > 1 else None
+    return there, size * parts // line.place.num_parts(target.ref), whole
 
 
 def _is_told(bound: Bound, place: Place) -> bool:

@@ -24,7 +24,7 @@ import jax
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.observe.memory.ledger import Ledger, Sample, homes_of, sample_step
-from jaxpp.observe.memory.liveness import Life, Liveness, step_liveness
+from jaxpp.observe.memory.liveness import Gathered, Life, Liveness, step_liveness
 from jaxpp.observe.profile.profile import Clock, Profile, RingPass
 from jaxpp.observe.profile.spans import Span, Stamp, beginning, durations_of, isolated_spans, traced_spans, watched_spans
 from jaxpp.observe.profile.trace import STEP, DamagedTraceError, Run, TraceError, matched, read_runs
@@ -509,8 +509,10 @@ def join_liveness(parts: Sequence[Liveness]) -> Liveness:
     end, first = sum(len(part.lines) for part in parts) + 1, 0
     stay: dict[Name, Life] = {}
     lives: list[Life] = []
+    gathered: dict[int, Gathered] = {}
     for part in parts:
         last = len(part.lines) + 1
+        gathered |= {first + number: whole for number, whole in part.gathered.items()}
         for life in part.lives:
             if life.begins == 0 and life.ends == last:
                 stay[life.name] = life._replace(ends=end)
@@ -520,7 +522,7 @@ def join_liveness(parts: Sequence[Liveness]) -> Liveness:
         first += len(part.lines)
     lines = tuple(line for part in parts for line in part.lines)
     extra = tuple(each for part in parts for each in part.temporaries)
-    return Liveness(parts[0].devices, lines, (*stay.values(), *lives), extra)
+    return Liveness(parts[0].devices, lines, (*stay.values(), *lives), extra, gathered=gathered)
 
 
 def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key | None = None) -> Profile:

@@ -493,20 +493,31 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     return traced
 
 
+_UNEQUAL = re.compile(r"\b(all_to_all|reduce_scatter)\b.*\b(divisible|equal|match)\b")  # what JAX says of blocks that do not divide
+
+
 def _trace(
     flat: Callable[..., Tree], given: tuple[list[Leaf], ...], axes: RankAxes, words: Words, *, differentiable: bool
 ) -> Graph:
-    """The graph of a function; what it raises has a note, and an axis name that JAX does not know is told what to pass."""
+    """The graph of a function; what it raises has a note, and what JAX says of axes and of blocks is told with what to pass."""
     try:
         return trace(flat, *given, axes=axes, differentiable=differentiable)[0]
     except Exception as error:
+        shapes = ", ".join(describe(leaf) for leaf in given[2])
         found = re.search(r"unbound axis name: ([^\s.]+)", str(error)) if isinstance(error, NameError) else None
         if found is not None:
             rule = "a collective names an axis of the mesh, or of the replicas"
             fix = f'pass axes={{"data": {found[1]!r}}} if it is between replicas, or a mesh that has the axis'
             raise words.error(words.where, rule, f"the axis name {found[1]!r}, which nothing has", fix) from error
+        if isinstance(error, ValueError) and not isinstance(error, JaxppError) and _UNEQUAL.search(str(error)):
+            rule = "all_to_all and psum_scatter give each device along their axes an equal share of a block"
+            fix = (
+                "split an axis of the block whose size the number of devices divides; if it is that of the examples, pass fewer "
+                "microbatches or a larger batch; with jax.shard_map, also fewer axes"
+            )
+            got = [str(error).rstrip("."), f"{words.noun} {words.traced.format(shapes)}"]
+            raise words.error(words.where, rule, got, fix) from error
         if not isinstance(error, JaxppError):
-            shapes = ", ".join(describe(leaf) for leaf in given[2])
             error.add_note(f"jaxpp: raised while tracing {words.noun} {words.traced.format(shapes)}")
         raise
 
