@@ -24,7 +24,7 @@ from jaxpp.plan.builder import CALLER, Builder, Name
 from jaxpp.plan.lower import INIT_KEY, add_gradients, add_wait, add_zero_gradients, forward_actions, lower, lower_init
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Leaves, Step, state_name, total_name
-from jaxpp.plan.visits import early, here, with_visits
+from jaxpp.plan.visits import Visits, early, here
 from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import NanCheck, flags
@@ -220,7 +220,8 @@ class Engine:
         """The lines with copies of what waits in host memory, and what the outputs are then called."""
         if not self.options.waiting:
             return builder, list(outputs)
-        made, copies = with_visits(builder, self.placement.places, self.options.waiting, self.placed.numbers, inputs, outputs)
+        visits = Visits(builder, self.placement.places, self.options.waiting, self.placed.numbers, inputs, outputs)
+        made, copies = visits.run()
         return made, [copies.get(name, name) for name in outputs]
 
     def make_loss_scale(self) -> list[Array]:
