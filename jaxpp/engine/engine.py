@@ -104,6 +104,15 @@ class Engine:
         )
         return Engine(options, self.optimizer, self.placed, preparer, self.programs, self.opened_at)
 
+    def with_host(self, host: str | None) -> "Engine":
+        """The same cuts and the same schedule, with other parts of the state in host memory."""
+        if host == self.options.host:
+            return self
+        options = self.options.with_host(host)
+        placed = dataclasses.replace(self.placed, waiting=options.waiting)
+        preparer = self.preparer.for_schedule(options, placed.placement)
+        return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
+
     @cached_property
     def replicas(self) -> tuple["Engine", ...]:
         """An engine for each replica, which holds the same parameters and knows of no others; itself if there is one."""
