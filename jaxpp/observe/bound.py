@@ -7,7 +7,6 @@ that a kernel reads or writes as memory traffic; what stays in a cache may be re
 """
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -244,29 +243,41 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
         if repeated and line.action is not None and line.action.kind == Kind.F and line.fused is None:
             again += placement.num_replicas * repeated[line.stage]
     offload = engine.options.offload if purpose == "update" else ()
-    costs = _with_copies(costs_of_plan(plan, schedule.num_stages, alone, handing, _begins(alone, handing), min), lines, alone)
+    visiting = engine.options.waiting and purpose == "update"
+    still = [0.0 if visiting and _visits(line) else seconds for line, seconds in zip(lines, alone, strict=True)]
+    costs = _with_copies(costs_of_plan(plan, schedule.num_stages, still, handing, _begins(still, handing), min), lines, still)
     host = HostWork(len(lines), sum(handing))
     devices = {device for place in placement.by_rank for device in place.devices}
     numbers_of = {place: number for number, place in enumerate(dict.fromkeys(placement.by_rank))}
     device_of = tuple(numbers_of[place] for place in placement.by_rank)
     visits = None
-    if engine.options.waiting and purpose == "update":
-        visits = _visits_of(plan, lines, alone, sizes, schedule)
+    if visiting:
+        visits = _visits_of(plan, lines, (alone, still), sizes, schedule)
         costs = costs.visited(liveness.brought(schedule.num_stages), [1 / numbers[place].links.host for place in placement.places])
     return StepBound(schedule, targets, costs, offload, dict(products), again, len(devices), host, device_of, visits)
 
 
+def _visits(line: BoundLine) -> bool:
+    """Whether a line copies a part of the state to host memory or back; copies of an action are those of residuals."""
+    return line.copies is not None and line.action is None
+
+
 def _visits_of(
-    plan: Plan, lines: Sequence[BoundLine], alone: Sequence[float], sizes: Mapping[Name, int], schedule: Schedule
+    plan: Plan,
+    lines: Sequence[BoundLine],
+    taken: tuple[Sequence[float], Sequence[float]],
+    sizes: Mapping[Name, int],
+    like: Schedule,
 ) -> VisitBound:
-    moves = [line.copies is not None and line.action is None for line in lines]  # those of an action are residuals
+    """``taken`` is what the lines take, and what they take where such copies take no time."""
     link, moved = Counter[tuple[Place, MemoryCopy]](), Counter[MemoryCopy]()
-    for line, seconds in zip(itertools.compress(lines, moves), itertools.compress(alone, moves), strict=True):
+    for line, seconds in zip(lines, taken[0], strict=True):
+        if not _visits(line):
+            continue
         copies = cast("MemoryCopy", line.copies)
         link[line.place, copies] += seconds  # pyright: ignore[reportArgumentType]
         moved[copies] += sum(sizes[name] for name in line.outputs)
-    still = [0.0 if moved else seconds for moved, seconds in zip(moves, alone, strict=True)]
-    with_copies, without = (max(span.end for span in isolated_spans(plan, taken, schedule)) for taken in (alone, still))
+    with_copies, without = (max(span.end for span in isolated_spans(plan, seconds, like)) for seconds in taken)
     most = max(link.values(), default=0.0)
     return VisitBound(with_copies, without, most, moved[MemoryCopy.TO_DEVICE], moved[MemoryCopy.TO_HOST])
 

@@ -251,9 +251,13 @@ def costs_of_plan(
             kind: tuple(usual(pools.get((kind, stage), (0.0,))) for stage in range(num_stages)) for kind in Kind if kind in kinds
         }
 
-    after = [0.0] * num_stages
-    for number in range(last + 1, len(lines)):
-        after[lines[number].about.stage] += alone[number]
+    after, ended = [0.0] * num_stages, [last] * num_stages  # updates of a state that visits follow the last action of their stage
+    for number in acting:
+        ended[lines[number].about.stage] = number
+    for number, line in enumerate(lines):
+        about = line.about
+        if number > last or (about.program and about.action is None and number > ended[about.stage]):
+            after[about.stage] += alone[number]
     return StepCosts(
         actions=table(taken),
         dispatch=table(dispatch),

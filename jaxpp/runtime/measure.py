@@ -124,7 +124,7 @@ def host_times(places: Sequence[Place]) -> tuple[float, ...]:
         elif is_here(device):
             array = put(jnp.zeros(_LARGE, jnp.float32), device)
             there, back = (memory_copies([array.sharding], to_host=to_host) for to_host in (True, False))
-            hosted = there([array])
+            hosted = there(array)
             times[number] = _median([_timed(back, hosted)[0] for _ in range(_RUNS + 1)])[0] / array.nbytes
     return tuple(_of_all(times, devices).tolist())
 
