@@ -17,6 +17,7 @@ from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import action_times, link_times
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.clock import Number
 from jaxpp.schedule.registry import make
 from jaxpp.schedule.simulate import simulate
 from jaxpp.schedule.synthesis.synthesise import synthesise
@@ -58,9 +59,12 @@ def _visiting(options: Options, cut: CutLoss, costs: StageCosts, found: Schedule
             return found
     per_byte = 1 / rates_of(options.devices[0]).host
     visit = tuple(size * per_byte for size in sizes)
-    forward, input_grad, weight_grad, transfer, _ = costs
-    times = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "transfer": transfer, "visit": visit}
-    best = min((found, other), key=lambda each: simulate(each, **times).makespan)
+    forward, inner, weight, transfer, _ = costs
+
+    def seconds(order: Schedule) -> Number:
+        return simulate(order, forward=forward, input_grad=inner, weight_grad=weight, transfer=transfer, visit=visit).makespan
+
+    best = min((found, other), key=seconds)
     return replace(best, name=found.name)
 
 

@@ -248,7 +248,12 @@ def test_what_never_fits_is_refused_with_the_forecast_and_the_advice(costs):
     ]
     for line, host in zip(lines[3:5], ("optimizer", "params"), strict=True):
         assert re.fullmatch(rf'       host="{host}" leaves at least [\d.]+ KiB on the device that holds most\.?', line), line
-    assert lines[5:7] == ["  Fix: pass num_stages=4.", ""] and lines[7].split()[:2] == ["stage", "device"]
+    assert re.fullmatch(
+        r'  Fix: pass num_stages=4, or pass num_stages=8 in "looped-bfs" with stages_per_rank=4, host="params", remat="recompute", '
+        r"which leaves [\d.]+ KiB on the fullest device\.",
+        lines[5],
+    )
+    assert lines[6] == "" and lines[7].split()[:2] == ["stage", "device"]
     assert any("it does not fit: cpu:0 needs" in line for line in lines)
     assert any(line.split()[:1] == ["num_stages=4"] for line in lines)
 
@@ -418,7 +423,7 @@ def test_a_forecast_that_does_not_fit_names_what_more_in_host_memory_leaves():
     room = max(stacked(host="params")[0].forecast(params, batch).peaks.values())
     forecast = pipe.forecast(params, batch, hbm=room + 4096)
     change = next(each for each in forecast.changes if each.what.startswith('host="params"'))
-    assert change.peak <= room + 4096 and change is forecast.changes[-1]
+    assert change.peak <= room + 4096
     size = sum(leaf.nbytes for leaf in params)
     assert change.visiting.taken >= 3 * size > change.visiting.brought / 2
     words_of_it = " ".join(str(forecast).split())

@@ -268,7 +268,11 @@ class _Search:
         if self.chooses:
             still = [f"still {bytes_in_words(least[device])} where its stages offload or recompute" for device in full]
             got = [f"{line}, and {rest}" for line, rest in zip(got, still, strict=True)]
-        fixes = [f"pass {picture.changes[0].what}"] if picture.changes else ["use more devices"]
+        cheaper = [change for change in picture.changes if change.visiting is None]  # than copies of the state
+        hosted = [change for change in picture.changes if change.visiting is not None]
+        fixes = [f"pass {change.what}" for change in cheaper[:1]]
+        fixes += [f"pass {each.what}, which leaves {bytes_in_words(each.peak)} on the fullest device" for each in hosted[:1]]
+        fixes = fixes or ["use more devices"]
         if not self.chooses and self.first.options.placement.num_shards == 1:
             fixes.append("leave remat out, so that jaxpp chooses what each stage keeps")
         return FitError(_where(self.room), _RULE, [*got, *_left(tried)], ", or ".join(fixes), str(picture))

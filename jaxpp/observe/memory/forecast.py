@@ -34,7 +34,7 @@ from jaxpp.schedule.forward import forward
 from jaxpp.schedule.registry import SCHEDULES, make, make_for_stages
 from jaxpp.stages.by_hand import scope
 from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, check_batch, first_of, resized
-from jaxpp.stages.remat import offload_of, policies_of
+from jaxpp.stages.remat import Offload, Remat, offload_of, policies_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.targets import compiles_only, device_name, target_of
@@ -48,6 +48,8 @@ _TRIED: Mapping[Purpose, str] = {
 _SHARE = 0.75  # of a GPU's memory that JAX takes unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise
 _PATIENCE = 2  # seconds before a progress bar shows
 _MOST_MICROBATCHES = 256  # that are proposed: more would be parts too small to compute with, in a step that takes long to compile
+_FEWEST: Mapping[str, Remat] = {'"recompute"': "recompute", "jaxpp.Offload(recompute=True)": Offload(recompute=True)}
+_HOST = "host"  # the family of changes that let more of the state wait in host memory
 _STAGES_PER_RANK = (4, 16)  # that are tried for a state in host memory
 _COMPILED = 2  # changes that are compiled, for the exact peak, where by the estimates none fits
 
@@ -303,11 +305,12 @@ def _changes(now: Forecast, engine: Engine, batch: Batch, key: Key | None, room:
                 if trials[what].family not in fitting and by_estimate.fits(what):
                     peak = max(by_estimate.peaks(what))
                     fitting[trials[what].family] = Change(what, peak, by_estimate.seconds(what), moved[what], visiting[what])
-    nearest = [] if fitting else by_estimate.lightest()[:_COMPILED]
+    cheaper = [what for what in by_estimate.lightest() if trials[what].family != _HOST]  # than copies of the state
+    nearest = [] if any(family != _HOST for family in fitting) else cheaper[:_COMPILED]
     for what in (what for what in nearest if max(by_estimate.peaks(what)) <= 2 * room):
         if exactly.fits(what):
             fitting[what] = Change(what, max(exactly.peaks(what)), exactly.seconds(what), moved[what], visiting[what])
-    return tuple(sorted(fitting.values(), key=lambda change: (change.visiting is not None, change.slowdown)))
+    return tuple(sorted(fitting.values(), key=lambda change: change.slowdown))
 
 
 def _engine_of(engine: Engine, options: Options, batch: Batch, key: Key | None) -> Engine:
@@ -364,16 +367,17 @@ def _host_trials(now: Options, batch: Batch) -> Iterator[_Trial]:
     ranks, stages, microbatches = now.schedule.num_ranks, now.schedule.num_stages, now.schedule.num_microbatches
     with contextlib.suppress(JaxppError):  # the state cannot wait
         for host in more_hosts(now.host):
-            yield _Trial("host", f'host="{host}"', now.with_host(host), batch)
+            yield _Trial(_HOST, f'host="{host}"', now.with_host(host), batch)
         last = now.with_host(HOSTS[-1])
-        again = _remat("recompute", stages, now.devices[0].platform)
-        words = f'host="{HOSTS[-1]}", remat="recompute"'
-        yield _Trial("host", words, dataclasses.replace(last, **again), batch)
+        for way, remat in _FEWEST.items():
+            again = _remat(remat, stages, now.devices[0].platform)
+            yield _Trial(_HOST, f'host="{HOSTS[-1]}", remat={way}', dataclasses.replace(last, **again), batch)
         for per_rank in (each for each in _STAGES_PER_RANK if each * ranks > stages):
             order = make("looped-bfs", num_ranks=ranks, num_microbatches=microbatches, stages_per_rank=per_rank)
-            what = f'{_stages(now, order.num_stages)} in "looped-bfs" with stages_per_rank={per_rank}, {words}'
+            words = f'"looped-bfs" with stages_per_rank={per_rank}, host="{HOSTS[-1]}", remat="recompute"'
             again = _remat("recompute", order.num_stages, now.devices[0].platform)
-            yield _Trial("host", what, dataclasses.replace(last, schedule=order, cuts=None, **again), batch)
+            options = dataclasses.replace(last, schedule=order, cuts=None, **again)
+            yield _Trial(_HOST, f"{_stages(now, order.num_stages)} in {words}", options, batch)
 
 
 def _forward_trials(engine: Engine, batch: Batch) -> Iterator[_Trial]:
@@ -410,7 +414,7 @@ def _stages(now: Options, count: int) -> str:
     return f"num_stages={count}" if now.cuts is None else f"num_stages={count}, cuts=None"
 
 
-def _remat(way: str, stages: int, platform: str) -> dict[str, Any]:
+def _remat(way: Remat, stages: int, platform: str) -> dict[str, Any]:
     return {"remat": policies_of(way, stages, platform), "offload": offload_of(way, stages)}
 
 
