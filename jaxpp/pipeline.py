@@ -632,8 +632,9 @@ class Pipeline(Forward):
     def _cut(self, variables: tuple[Tree, ...], batch: Batch, key: Key | None, known: Engine | None) -> Engine:
         try:
             if self._first is not None:
-                like = self._first._opened("init").engine.layout
-                return open_engine(self._options, self._optimizer, variables, batch, key, like=like)
+                first = self._first._opened("init").engine
+                engine = open_engine(self._options, self._optimizer, variables, batch, key, like=first.layout)
+                return engine.with_host(first.options.host)  # which hbm= may have chosen
             return super()._cut(variables, batch, key, known)
         except CutError as error:
             idle = [f"stage {k} does not" for k in range(len(self._stages)) if scope(k) in error.unknown]

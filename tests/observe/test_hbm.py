@@ -400,8 +400,8 @@ def stack_loss(params, x):
 def stacked(num_layers=8, **options):
     """A pipeline in which one device has many stages, its parameters and a batch."""
     order = make("looped-bfs", num_ranks=1, num_microbatches=2, stages_per_rank=num_layers)
-    options = {"schedule": order, "devices": jax.devices()[:1], "remat": "recompute"} | options
-    pipe = jaxpp.Pipeline(stack_loss, optax.adam(1e-2), num_stages=num_layers, num_microbatches=2, **options)
+    options = {"schedule": order, "devices": jax.devices()[:1], "remat": "recompute", "optimizer": optax.adam(1e-2)} | options
+    pipe = jaxpp.Pipeline(stack_loss, num_stages=num_layers, num_microbatches=2, **options)
     return pipe, [jnp.eye(32)] * num_layers, jnp.ones((4, 32))
 
 
@@ -436,3 +436,16 @@ def test_an_hbm_that_is_no_size_is_refused(wrong):
         pipeline(PAIR, hbm=wrong)
     assert str(error.value).startswith(f"hbm={wrong!r}: ")
     assert 'Fix: pass for example "80GiB".' in str(error.value)
+
+
+@pytest.mark.long
+def test_another_pipeline_of_the_same_state_finds_it_where_the_first_has_put_it():
+    labels = ["first"] * 4 + ["second"] * 4
+    optimizer = optax.multi_transform({"first": optax.adam(1e-2), "second": optax.sgd(1e-2)}, labels)
+    pipe, params, batch = stacked(hbm=62_000, trains="[0-3]", optimizer=optimizer)
+    state = pipe.init(params, batch)
+    other = pipe.other(lambda params, x: 2 * stack_loss(params, x), trains="[4-7]")
+    other.abstract_state(state, batch)
+    assert pipe.engine.options.host == other.engine.options.host == "params"
+    state, _ = other.step(pipe.step(state, batch)[0], batch)
+    pipe.step(state, batch)
