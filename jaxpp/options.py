@@ -143,7 +143,7 @@ class Options:
             given |= _idle_devices(made, num_places(devices, mesh, data_parallel, known))
         found = cls(positional_key(loss_fn, 2 + has_state, called), made, places, **given)
         _check_together(found)
-        return found
+        return found.with_host(found.host)
 
     @cached_property
     def placement(self) -> Placement:
@@ -154,6 +154,14 @@ class Options:
         """The options of a pipeline of one of the replicas."""
         places = tuple(place.alone(number) for place in self.places)
         return replace(self, places=places, axes=axes_alone(self.axes, places[0]))
+
+    def with_host(self, host: str | None) -> "Options":
+        """The same with other parts of a state in host memory; an ArgumentError if that cannot be."""
+        found = self if host == self.host else replace(self, host=host)
+        if host is not None:
+            _check_memories(found.devices, f"host={host!r}", "no host=")
+            _check_host(found)
+        return found
 
     @property
     def waiting(self) -> frozenset[Role]:
@@ -212,9 +220,6 @@ def _check_together(options: "Options") -> None:
         _check_memories(options.devices, 'remat="offload"', 'remat="least" or remat="recompute"')
     if options.delay:
         _check_delay(options)
-    if options.host is not None:
-        _check_memories(options.devices, f"host={options.host!r}", "no host=")
-        _check_host(options)
 
 
 def _check_memories(devices: Sequence[Device], where: str, instead: str) -> None:
@@ -223,6 +228,15 @@ def _check_memories(devices: Sequence[Device], where: str, instead: str) -> None
     if wrong := [f"{device} with {', '.join(known) or 'none'}" for device, known in kinds.items() if HOST_MEMORY not in known]:
         fix = f"pass {instead}, or devices that have it, as CPUs and GPUs do"
         raise ArgumentError(where, f"each device reaches {HOST_MEMORY} memory, in which arrays wait", wrong, fix)
+
+
+HOSTS = tuple(WAITING)
+"""The words of ``host=``, each with more that waits in host memory than the one before."""
+
+
+def more_hosts(host: str | None) -> tuple[str, ...]:
+    """The words with which more waits."""
+    return HOSTS if host is None else HOSTS[HOSTS.index(host) + 1 :]
 
 
 def _host_of(host: object) -> object:
@@ -254,6 +268,7 @@ def _check_host(options: "Options") -> None:
     """Refuse what cannot wait yet."""
     where, several = f"host={options.host!r}", len(processes_of(options.devices)) > 1
     wrong = {"devices of several processes": several, f"shard={sorted(options.shard)}": bool(options.shard)}
+    wrong |= {f"delay={options.delay}": bool(options.delay)}
     if got := [what for what, is_there in wrong.items() if is_there]:
         rule = "what waits in host memory is whole, and beside devices of one process"
         raise ArgumentError(where, rule, got, "leave host or these out")

@@ -143,9 +143,9 @@ class Pipeline(Forward):
             again if it returns. A shape evaluated with another loss counts once more.
         hbm: bytes that each device has: ``"24GiB"``, or a number. If the step does not fit when ``init`` first sees shapes, stages
             offload residuals, keep a share of them or recompute them, where that costs least by measurement and on the virtual
-            clock. A printed line says what was chosen and what it costs, and so do ``pipe.stages`` and the ``FitError`` that is
-            raised if nothing fits. With a ``remat`` other than the default, or parameters sharded over ``"model"``, the step is
-            checked and nothing is chosen.
+            clock. If that is not enough, the optimizer's state and then the parameters wait in host memory (``host``). A printed
+            line says what was chosen and what it costs, and so do ``pipe.stages`` and the ``FitError`` that is raised if nothing
+            fits. With a ``remat`` other than the default, or parameters sharded over ``"model"``, ``host`` alone is chosen.
         fuse: whether the last stage's forward and backward are compiled as one program, if the schedule runs the backward of each
             microbatch right behind its forward there (``"naive"``, ``"1f1b"`` and ``"interleaved"`` do). That program writes no
             residual of the size of the logits, and it rounds in its own way: with the same cuts, schedules that fuse have the same
@@ -688,8 +688,9 @@ class Pipeline(Forward):
     def _cut(self, variables: tuple[Tree, ...], batch: Batch, key: Key | None, known: Engine | None) -> Engine:
         try:
             if self._first is not None:
-                like = self._first._opened("init").engine.layout
-                return open_engine(self._options, self._optimizer, variables, batch, key, like=like)
+                first = self._first._opened("init").engine
+                engine = open_engine(self._options, self._optimizer, variables, batch, key, like=first.layout)
+                return engine.with_host(first.options.host)  # which hbm= may have chosen
             return super()._cut(variables, batch, key, known)
         except CutError as error:
             idle = [f"stage {k} does not" for k in range(len(self._stages)) if scope(k) in error.unknown]

@@ -251,6 +251,8 @@ for texts in (8, 16, 64, 256):
 # 4. It does not fit, and the links are slow, all of them or those between the computers: yes. FSDP inside each computer and a
 #    pipeline between them is a good combination, too.
 # 5. Its parts are unlike (a huge embedding, an encoder and a decoder), or you want to understand pipelines: yes.
+# 6. It fits on all your devices together in no way, and the memory of the host is large: yes. Its stages then
+#    [visit the devices](../../docs/how-to/train_a_model_larger_than_its_gpus.py), one after the other.
 #
 # The calculator leaves out a lot: the time that a message takes to begin, computation and transfers that slow each other down,
 # stages that are not equal, the work of attention itself. Take it for a first answer, to within a factor of two, and measure where

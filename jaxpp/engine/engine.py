@@ -26,7 +26,7 @@ from jaxpp.plan.flow import in_flow
 from jaxpp.plan.lower import INIT_KEY, add_gradients, add_wait, add_zero_gradients, forward_actions, lower, lower_init
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Leaves, Step, state_name, total_name
-from jaxpp.plan.visits import early, here, with_visits
+from jaxpp.plan.visits import Visits, early, here
 from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import NanCheck, flags
@@ -105,6 +105,15 @@ class Engine:
             self.preparer.for_schedule(options, self.placement) if remat == self.options.remat else self.preparer.for_remat(options)
         )
         return Engine(options, self.optimizer, self.placed, preparer, self.programs, self.opened_at)
+
+    def with_host(self, host: str | None) -> "Engine":
+        """The same cuts and the same schedule, with other parts of the state in host memory."""
+        if host == self.options.host:
+            return self
+        options = self.options.with_host(host)
+        placed = dataclasses.replace(self.placed, waiting=options.waiting)
+        preparer = self.preparer.for_schedule(options, placed.placement)
+        return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
 
     @cached_property
     def replicas(self) -> tuple["Engine", ...]:
@@ -236,7 +245,8 @@ class Engine:
         """The lines with copies of what waits in host memory, and what the outputs are then called."""
         if not self.options.waiting:
             return builder, list(outputs)
-        made, copies = with_visits(builder, self.placement.places, self.options.waiting, self.placed.numbers, inputs, outputs)
+        visits = Visits(builder, self.placement.places, self.options.waiting, self.placed.numbers, inputs, outputs)
+        made, copies = visits.run()
         return made, [copies.get(name, name) for name in outputs]
 
     def make_loss_scale(self) -> list[Array]:

@@ -3,7 +3,13 @@
 The order is found by ``jaxpp.schedule.synthesise`` on the virtual clock, from what each stage takes and what its residuals need.
 Memory is that of 1f1b: no rank holds more bytes of residuals than its first rank might, those of as many microbatches as there are
 ranks. Every process of several finds the same schedule, as all know the same costs.
+
+A made schedule turns often from one stage of a rank to another. Where stages visit (``host="params"``), each turn brings their
+parameters over the link to host memory, so ``looped-bfs``, which turns least, is taken if it is shorter on the clock with these
+copies, and if the residuals that it holds are no more than the state that no longer lives on the device.
 """
+
+from dataclasses import replace
 
 from jaxpp.engine.layout import links_of
 from jaxpp.options import Options
@@ -11,10 +17,18 @@ from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import action_times, link_times
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.clock import Number
+from jaxpp.schedule.registry import make
+from jaxpp.schedule.simulate import simulate
 from jaxpp.schedule.synthesis.synthesise import synthesise
 from jaxpp.schedule.synthesis.work import StageCosts
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
+from jaxpp.stages.estimate import rates_of
+from jaxpp.stages.program import Ref, Role
+from jaxpp.stages.stage import StageCode
+
+_STATE = 4  # times the bytes of parameters: they, their gradients, and two moments of an optimizer
 
 
 def made_for(options: Options, cut: CutLoss, programs: Programs, num_microbatches: int | None = None) -> Schedule:
@@ -22,13 +36,42 @@ def made_for(options: Options, cut: CutLoss, programs: Programs, num_microbatche
     before, costs = options.schedule, stage_costs(options, cut, programs)
     ranks, microbatches, kept = before.num_ranks, num_microbatches or before.num_microbatches, costs.residuals
     own = [sum(size for size, owner in zip(kept, before.stage_to_rank, strict=True) if owner == rank) for rank in range(ranks)]
-    return synthesise(
+    found = synthesise(
         ranks,
         microbatches,
         stages_per_rank=before.num_stages // ranks,
         room=min(ranks, microbatches) * max(own),
         **costs._asdict(),
     )
+    return _visiting(options, cut, costs, found) if Role.PARAM in options.waiting else found
+
+
+def _visiting(options: Options, cut: CutLoss, costs: StageCosts, found: Schedule) -> Schedule:
+    ranks, count = found.num_ranks, found.num_microbatches
+    other = make("looped-bfs", ranks, count, found.num_stages // ranks)
+    if other.stage_to_rank != found.stage_to_rank:
+        return found
+    sizes = [sum(_param_bytes(code).values()) for code in cut.stages]
+    for rank in range(ranks):
+        own = [stage for stage, home in enumerate(found.stage_to_rank) if home == rank]
+        gone = sorted(_STATE * sizes[stage] for stage in own)[:-2]  # all but what a device holds of two stages
+        if count * sum(costs.residuals[stage] for stage in own) > min(ranks, count) * max(costs.residuals) + sum(gone):
+            return found
+    per_byte = 1 / rates_of(options.devices[0]).host
+    visit = tuple(size * per_byte for size in sizes)
+    forward, inner, weight, transfer, _ = costs
+
+    def seconds(order: Schedule) -> Number:
+        return simulate(order, forward=forward, input_grad=inner, weight_grad=weight, transfer=transfer, visit=visit).makespan
+
+    best = min((found, other), key=seconds)
+    return replace(best, name=found.name)
+
+
+def _param_bytes(code: StageCode) -> dict[Ref, int]:
+    programs = [code.statics, code.forward, *(backward.then for backward in code.backward.values())]
+    pairs = [pair for program in programs for pair in zip(program.inputs, program.avals, strict=True)]
+    return {ref: count_bytes(aval) for ref, aval in pairs if ref.role == Role.PARAM}
 
 
 def stage_costs(options: Options, cut: CutLoss, programs: Programs) -> StageCosts:

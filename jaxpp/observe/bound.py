@@ -19,8 +19,9 @@ from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Purpose
 from jaxpp.observe.evaluate import Parts, StepCosts, costs_of_plan, parts, step_seconds
 from jaxpp.observe.memory.liveness import step_liveness
-from jaxpp.plan.builder import CALLER, Name
-from jaxpp.plan.plan import Instruction
+from jaxpp.observe.profile.spans import isolated_spans
+from jaxpp.plan.builder import CALLER, MemoryCopy, Name
+from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.bind import BoundLine
 from jaxpp.runtime.hlo import Kernel, read_kernels
 from jaxpp.runtime.place import Place
@@ -36,6 +37,9 @@ _CALL, _RESULT, _SEND = 7e-6, 1.2e-6, 6e-6
 """Seconds of the host: for a call of a compiled program, for each result but the first, and for a copy to another device, the
 loop's share included. Measured on CPU devices with JAX 0.10.2, where nothing waits for a driver."""
 
+_HIDDEN = 0.01
+"""What part of a step copies may add that are said to hide."""
+
 _PARTS = ("computing", "bubble", "devices that are shared", "transfers", "copies", "waiting for the host", "beginning and update")
 
 
@@ -44,6 +48,21 @@ class HostWork(NamedTuple):
 
     num_instructions: int
     seconds: float  # to hand over all of them
+
+
+class VisitBound(NamedTuple):
+    """The least time of a step whose state visits the devices, by the clock of its instructions, in seconds."""
+
+    seconds: float  # of the step: programs and copies
+    hidden: float  # of the step if these copies took no time
+    link: float  # that they take of the busier half of a link to host memory
+    brought: int  # bytes that come to all devices together
+    taken: int  # and go back
+
+    @property
+    def added(self) -> float:
+        """What the copies add to the step that no work hides."""
+        return self.seconds - self.hidden
 
 
 @dataclass(frozen=True)
@@ -60,6 +79,7 @@ class StepBound:
         num_devices: how many devices there are, on all ranks.
         host: what the host has to do.
         device_of: a number for the device, or devices, of each rank; ranks with the same number share them. Empty if none do.
+        visits: of a state that waits in host memory (``Pipeline(host=...)``), what its copies take and add.
     """
 
     schedule: Schedule
@@ -71,22 +91,33 @@ class StepBound:
     num_devices: int
     host: HostWork
     device_of: tuple[int, ...] = ()
+    visits: VisitBound | None = None
 
     @cached_property
     def seconds(self) -> float:
         """The least time of a step, from the call until all its results are there."""
-        return max(self._side_by_side, *self._by_device)
+        return self._resident if self.visits is None else max(self._resident, self.visits.seconds)
+
+    @cached_property
+    def _resident(self) -> float:
+        """The step if copies of its state took no time."""
+        return max(self._side_by_side, *self._by_device, *([] if self.visits is None else [self.visits.hidden]))
 
     @cached_property
     def parts(self) -> Parts:
         """What the seconds are made of: computing, the bubble, transfers that nothing hides, waiting for the host, the rest."""
-        found = parts(self.schedule, self.costs, self.offload)
-        return found._replace(sharing=found.sharing + self.seconds - self._side_by_side)
+        found = parts(self.schedule, self.costs.resident, self.offload)
+        shared = max(self._side_by_side, *self._by_device)
+        return found._replace(
+            sharing=found.sharing + shared - self._side_by_side,
+            copies=found.copies + self.seconds - self._resident,
+            rest=found.rest + self._resident - shared,
+        )
 
     @cached_property
     def _side_by_side(self) -> float:
         """The step if each rank had a device of its own."""
-        return step_seconds(self.schedule, self.costs, self.offload)
+        return step_seconds(self.schedule, self.costs.resident, self.offload)
 
     @cached_property
     def _by_device(self) -> tuple[float, ...]:
@@ -139,6 +170,8 @@ class StepBound:
             transfer=transfer,
             offload=self.offload if moves else None,
             copy=copy if moves else 0,
+            visit=tuple(scale * each for each in costs.visit) or 0,
+            visit_state=tuple(scale * each for each in costs.visit_state) or 0,
         )
 
     def figure(self, width: float | None = None) -> Figure:
@@ -162,6 +195,11 @@ class StepBound:
         taken = f"{_digits(1e3 * self.host.seconds)} ms of {self.host.num_instructions} instructions, by calls timed on a CPU"
         limit = "is likely to limit the step" if self.host_limits else "does not limit the step"
         lines.append(f"the host hands over a {noun} in about {taken}, so it {limit}")
+        if self.visits is not None:
+            link, added = (_digits(scale * each) for each in (self.visits.link, self.seconds - self._resident))
+            hides = self.seconds - self._resident <= _HIDDEN * self._resident
+            so = "hide under the work of the visits" if hides else f"add {added} {unit} that no work hides"
+            lines.append(f"the copies of the state take {link} {unit} of a link to host memory, and {so}")
         return lines
 
     def __str__(self) -> str:
@@ -183,8 +221,8 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
         return None
     plan, lowered = engine.plan(purpose, batch, key)
     lines, numbers = lowered.bound.lines, dict(zip(placement.by_rank, targets, strict=True))
-    sizes = {life.name: life.num_bytes for life in step_liveness(engine, lowered).lives}
-    sizes |= {life.name: life.num_bytes for life in step_liveness(engine, lowered).hosted}
+    liveness = step_liveness(engine, lowered)
+    sizes = {life.name: life.num_bytes for life in (*liveness.lives, *liveness.hosted)}
     known: dict[int, tuple[Kernel, ...]] = {}
     alone, handing, products, again = list[float](), list[float](), Counter[str](), 0.0
     repeated = [code.repeated for code in engine.preparer.step(batch, key).cuts[0].stages] if purpose == "update" else []
@@ -205,12 +243,43 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
         if repeated and line.action is not None and line.action.kind == Kind.F and line.fused is None:
             again += placement.num_replicas * repeated[line.stage]
     offload = engine.options.offload if purpose == "update" else ()
-    costs = _with_copies(costs_of_plan(plan, schedule.num_stages, alone, handing, _begins(alone, handing), min), lines, alone)
+    visiting = engine.options.waiting and purpose == "update"
+    still = [0.0 if visiting and _visits(line) else seconds for line, seconds in zip(lines, alone, strict=True)]
+    costs = _with_copies(costs_of_plan(plan, schedule.num_stages, still, handing, _begins(still, handing), min), lines, still)
     host = HostWork(len(lines), sum(handing))
     devices = {device for place in placement.by_rank for device in place.devices}
     numbers_of = {place: number for number, place in enumerate(dict.fromkeys(placement.by_rank))}
     device_of = tuple(numbers_of[place] for place in placement.by_rank)
-    return StepBound(schedule, targets, costs, offload, dict(products), again, len(devices), host, device_of)
+    visits = None
+    if visiting:
+        visits = _visits_of(plan, lines, (alone, still), sizes, schedule)
+        costs = costs.visited(liveness.brought(schedule.num_stages), [1 / numbers[place].links.host for place in placement.places])
+    return StepBound(schedule, targets, costs, offload, dict(products), again, len(devices), host, device_of, visits)
+
+
+def _visits(line: BoundLine) -> bool:
+    """Whether a line copies a part of the state to host memory or back; copies of an action are those of residuals."""
+    return line.copies is not None and line.action is None
+
+
+def _visits_of(
+    plan: Plan,
+    lines: Sequence[BoundLine],
+    taken: tuple[Sequence[float], Sequence[float]],
+    sizes: Mapping[Name, int],
+    like: Schedule,
+) -> VisitBound:
+    """``taken`` is what the lines take, and what they take where such copies take no time."""
+    link, moved = Counter[tuple[Place, MemoryCopy]](), Counter[MemoryCopy]()
+    for line, seconds in zip(lines, taken[0], strict=True):
+        if not _visits(line):
+            continue
+        copies = cast("MemoryCopy", line.copies)
+        link[line.place, copies] += seconds  # pyright: ignore[reportArgumentType]
+        moved[copies] += sum(sizes[name] for name in line.outputs)
+    with_copies, without = (max(span.end for span in isolated_spans(plan, seconds, like)) for seconds in taken)
+    most = max(link.values(), default=0.0)
+    return VisitBound(with_copies, without, most, moved[MemoryCopy.TO_DEVICE], moved[MemoryCopy.TO_HOST])
 
 
 def _handing(line: BoundLine) -> float:

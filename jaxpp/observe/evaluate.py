@@ -20,7 +20,7 @@ from typing import Generic, NamedTuple, TypeVar
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Number, Timing, handed_over, makespan, replay
+from jaxpp.schedule.clock import Number, Timing, handed_over, makespan, replay, turns
 from jaxpp.schedule.offload import offloads
 
 _Candidate = TypeVar("_Candidate", bound=Hashable)
@@ -74,11 +74,23 @@ class StepCosts:
     before: float = 0.0  # until the first action is handed over: splitting the batch, what is done once per step
     after: _Stages = ()  # what a stage does after its last action: sums, and the update
     after_dispatch: float = 0.0  # to hand over all of it
+    visit: _Stages = ()  # of a stage's parameters from host memory, if they wait there: each time that its rank turns to it
+    visit_state: _Stages = ()  # and of the optimizer's state, for the last turn
     capacity: float = math.inf  # how many ranks compute at once at full speed: fewer than all where CPU devices share cores
 
     def of(self, action: Action) -> float:
         """What an action takes on its device."""
         return _seconds(self.actions, action)
+
+    def visited(self, brought: tuple[Sequence[int], Sequence[int]], per_byte: Sequence[float]) -> "StepCosts":
+        """The same where a turn of each stage brings so many bytes of parameters, and its last so many more, over a link."""
+        params, state = (tuple(size * each for size, each in zip(own, per_byte, strict=True)) for own in brought)
+        return dataclasses.replace(self, visit=params, visit_state=state)
+
+    @property
+    def resident(self) -> "StepCosts":
+        """The same where no state waits in host memory."""
+        return dataclasses.replace(self, visit=(), visit_state=())
 
     def recomputed(self, stages: Sequence[float]) -> "StepCosts":
         """The same where each stage runs so much of its forward once more in each backward: in B, and in I if there is one."""
@@ -111,7 +123,7 @@ class Parts(NamedTuple):
     bubble: float  # what waiting for other ranks adds, if nothing but the actions takes time
     sharing: float  # what ranks that share processor cores add
     transfer: float  # what transfers add that nothing hides
-    copies: float  # what copies of residuals to the host and back add that nothing hides
+    copies: float  # what copies of residuals or of the state, to the host and back, add that nothing hides
     dispatch: float  # what waiting for the process that hands over the actions adds
     rest: float  # what is done before the first action and after the last
 
@@ -124,7 +136,8 @@ def step_seconds(schedule: Schedule, costs: StepCosts, offload: Sequence[int | N
     for rank, own in zip(schedule.stage_to_rank, costs.after, strict=False):
         work[rank] += own
     times = replay(schedule.rows, schedule.stage_to_rank, timing)
-    begins = [max(*ends[-1:], handed + costs.after_dispatch, 0.0) for ends in times.ends]
+    complete = [times.complete.get(rank, 0.0) for rank in range(schedule.num_ranks)]
+    begins = [max(*ends[-1:], handed + costs.after_dispatch, own) for ends, own in zip(times.ends, complete, strict=True)]
     return _shared_end(begins, work, costs.capacity)
 
 
@@ -133,9 +146,9 @@ def parts(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None] = 
     full = _timing(schedule, costs, offload, processes)
     late = {action: time - costs.before for action, time in (full.dispatched or {}).items()}
     still = full._replace(dispatched=None)
-    bare = still._replace(hops=(), offloaded=(), copies=(), capacity=None)
+    bare = still._replace(hops=(), offloaded=(), copies=(), capacity=None, visits={})
     shared = bare._replace(capacity=costs.capacity)
-    sent = still._replace(offloaded=(), copies=())
+    sent = still._replace(offloaded=(), copies=(), visits={})
     rising = [max(sum(full.durations[action] for action in row) for row in schedule.rows)]
     for timing in (bare, shared, sent, still, full._replace(dispatched=late)):
         rising.append(max(rising[-1], makespan(replay(schedule.rows, schedule.stage_to_rank, timing))))
@@ -159,7 +172,8 @@ def _timing(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None],
     dispatchers = [processes[rank] if processes else 0 for rank in owner]
     handed = handed_over(schedule.order, handing, dispatchers, moved, costs.offload_dispatch)
     dispatched = {action: costs.before + time for action, time in handed.items()}
-    return Timing(durations, hops, dispatched, offloaded=moved, copies=costs.offload, capacity=costs.capacity)
+    visits = turns(schedule.rows, costs.visit, costs.visit_state) if any((*costs.visit, *costs.visit_state)) else {}
+    return Timing(durations, hops, dispatched, offloaded=moved, copies=costs.offload, capacity=costs.capacity, visits=visits)
 
 
 def _seconds(table: Mapping[Kind, Sequence[float]], action: Action) -> float:
@@ -237,9 +251,13 @@ def costs_of_plan(
             kind: tuple(usual(pools.get((kind, stage), (0.0,))) for stage in range(num_stages)) for kind in Kind if kind in kinds
         }
 
-    after = [0.0] * num_stages
-    for number in range(last + 1, len(lines)):
-        after[lines[number].about.stage] += alone[number]
+    after, ended = [0.0] * num_stages, [last] * num_stages  # updates of a state that visits follow the last action of their stage
+    for number in acting:
+        ended[lines[number].about.stage] = number
+    for number, line in enumerate(lines):
+        about = line.about
+        if number > last or (about.program and about.action is None and number > ended[about.stage]):
+            after[about.stage] += alone[number]
     return StepCosts(
         actions=table(taken),
         dispatch=table(dispatch),

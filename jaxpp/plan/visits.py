@@ -67,27 +67,6 @@ def _comes_first(other: Line, line: Line) -> bool:
     return not set(other.outputs).isdisjoint(line.inputs) or not set(other.inputs).isdisjoint((*line.outputs, *line.taken))
 
 
-def with_visits(
-    builder: Builder,
-    places: Sequence[Hashable],
-    roles: Collection[Role],
-    stays: Collection[tuple[Role, int]],
-    given: Sequence[Name],
-    results: Sequence[Name],
-) -> tuple[Builder, dict[Name, Name]]:
-    """Lines that copy what waits in and out; and what those of the results that then wait are called.
-
-    Args:
-        builder: the lines, in which everything is on devices.
-        places: where each stage lives.
-        roles: what is on devices only while it is used,
-        stays: but for these leaves, by role and index.
-        given: what the arguments of the step are called; some wait.
-        results: what its results are called, on devices.
-    """
-    return _Visits(builder, places, roles, stays, given, results).run()
-
-
 @dataclass
 class _Value:
     """A value that visits: the lines that touch it, and where it is after those that have been written."""
@@ -98,31 +77,53 @@ class _Value:
     visit: int = -1  # the last in which it is on its devices
 
 
-class _Visits:
-    def __init__(
-        self,
-        builder: Builder,
-        places: Sequence[Hashable],
-        roles: Collection[Role],
-        stays: Collection[tuple[Role, int]],
-        given: Sequence[Name],
-        results: Sequence[Name],
-    ):
-        self._constants, self._places, self._results = builder.constants, places, frozenset(results)
-        self._roles, self._stays = roles, stays
+@dataclass(eq=False)
+class Visits:
+    """Lines, in which everything is on devices, that get copies of what waits: ``run`` writes them, once.
+
+    Attributes:
+        builder: the lines.
+        places: where each stage lives.
+        roles: what is on devices only while it is used,
+        stays: but for these leaves, by role and index.
+        given: what the arguments of the step are called; some wait.
+        results: what its results are called, on devices.
+    """
+
+    builder: Builder
+    places: Sequence[Hashable]
+    roles: Collection[Role]
+    stays: Collection[tuple[Role, int]]
+    given: Sequence[Name]
+    results: Sequence[Name]
+
+    def __post_init__(self):
         self._values: defaultdict[Name, _Value] = defaultdict(_Value)
-        for name in given:
+        for name in self.given:
             if name.ref.waits:
                 self._values[here(name)].copy = name
         self._makers = dict[Name, Line]()  # of what each visit computes again
-        self._lines = self._without_needless(builder.lines)
+        self._lines = self._without_needless(self.builder.lines)
         self._begins = dict[int, int]()  # the first line of each visit
         self._returns = dict[int, int]()  # and the one after its last forward
         self._ahead = dict[int, int]()  # the first line of the visit before it at its place, or the last program before it
         self._ins: defaultdict[int, list[tuple[Name, Name]]] = defaultdict(list)  # the copies right before each line
         self._outs: defaultdict[int, list[tuple[Name, Name]]] = defaultdict(list)  # and right behind it
         self._again: defaultdict[int, list[Line]] = defaultdict(list)  # the programs right before it
+        self._wanted = frozenset(self.results)
         self._made = set[tuple[Name, int]]()  # what has been computed again, and in which visit
+
+    def run(self) -> tuple[Builder, dict[Name, Name]]:
+        """Lines that copy what waits in and out; and what those of the results that then wait are called."""
+        self._find_visits()
+        lines = [self._visited(number, line) for number, line in enumerate(self._lines)]
+        made = Builder(constants=dict(self.builder.constants))
+        for number, line in enumerate(lines):
+            _copy(made, MemoryCopy.TO_DEVICE, self._ins[number])
+            made.lines += [*self._again[number], line]
+            _copy(made, MemoryCopy.TO_HOST, self._outs[number])
+        copies = {name: self._values[name].copy for name in self.results if name in self._values}
+        return made, {name: copy for name, copy in copies.items() if copy is not None}
 
     def _without_needless(self, lines: Sequence[Line]) -> list[Line]:
         """The lines but for sends of what waits, which each stage reads from there, and for programs that visits run again."""
@@ -137,18 +138,7 @@ class _Visits:
         return kept
 
     def _all_are(self, role: Role, names: Sequence[Name]) -> bool:
-        return role in self._roles and all(name.ref.role == role for name in names)
-
-    def run(self) -> tuple[Builder, dict[Name, Name]]:
-        self._find_visits()
-        lines = [self._visited(number, line) for number, line in enumerate(self._lines)]
-        made = Builder(constants=dict(self._constants))
-        for number, line in enumerate(lines):
-            _copy(made, MemoryCopy.TO_DEVICE, self._ins[number])
-            made.lines += [*self._again[number], line]
-            _copy(made, MemoryCopy.TO_HOST, self._outs[number])
-        copies = {name: self._values[name].copy for name in self._results if name in self._values}
-        return made, {name: copy for name, copy in copies.items() if copy is not None}
+        return role in self.roles and all(name.ref.role == role for name in names)
 
     def _touched(self, line: Line) -> list[Name]:
         """The values that a line touches, of those that visit; and those of which what it reads is computed."""
@@ -158,17 +148,17 @@ class _Visits:
 
     def _visits(self, name: Name) -> bool:
         ref = name.ref
-        return name.stage != CALLER and ref.role in self._roles and (ref.role, ref.index) not in self._stays
+        return name.stage != CALLER and ref.role in self.roles and (ref.role, ref.index) not in self.stays
 
     def _find_visits(self) -> None:
         fresh, visits, programs = itertools.count(), dict[Hashable, tuple[int, int]](), dict[Hashable, int]()
         for number, line in enumerate(self._lines):
-            place = self._places[line.stage]
+            place = self.places[line.stage]
             ahead = programs.get(place, number)
             if line.program is not None:
                 programs[place] = number
             for name in self._touched(line):
-                at = self._places[name.stage]
+                at = self.places[name.stage]
                 stage, visit = visits.get(at, (-1, -1))
                 if stage != name.stage:
                     self._ahead[following := next(fresh)] = self._begins.get(visit, ahead)
@@ -213,7 +203,7 @@ class _Visits:
         """Whether this line is the last in its visit to touch a value that a later visit, or the caller, wants."""
         touches = self._values[name].touches
         following = next((visit for at, visit in touches.items() if at > number), None)
-        return name not in self._makers and (name in self._results if following is None else following != touches[number])
+        return name not in self._makers and (name in self._wanted if following is None else following != touches[number])
 
     def _compute(self, number: int, maker: Line, named: Mapping[Name, Name]) -> None:
         """Run a program that depends on parameters alone, unless this visit has run it."""

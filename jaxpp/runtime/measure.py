@@ -112,6 +112,23 @@ def link_times(places: Sequence[Place]) -> tuple[tuple[float, ...], tuple[float,
     return tuple(small.tolist()), tuple(per_byte.tolist())
 
 
+def host_times(places: Sequence[Place]) -> tuple[float, ...]:
+    """Seconds of a byte from host memory to each stage; every process with a place calls it."""
+    devices = [place.devices[0] for place in places]
+    times = np.zeros(len(devices), np.float32)
+    for number, device in enumerate(devices):
+        if devices.index(device) < number:
+            times[number] = times[devices.index(device)]
+        elif compiles_only(device):
+            times[number] = copy_seconds(1, _numbers(device, "copies from host memory"))
+        elif is_here(device):
+            array = put(jnp.zeros(_LARGE, jnp.float32), device)
+            there, back = (memory_copies([array.sharding], to_host=to_host) for to_host in (True, False))
+            hosted = there(array)
+            times[number] = _median([_timed(back, hosted)[0] for _ in range(_RUNS + 1)])[0] / array.nbytes
+    return tuple(_of_all(times, devices).tolist())
+
+
 def _numbers(device: Device, where: str) -> Target:
     """The numbers of a device that only compiles: what it would take is bounded by them, as nothing can be measured there."""
     numbers = target_of(device)

@@ -8,8 +8,10 @@ may share cores, as forced CPU devices do: four of them on two cores compute sid
 
 import functools
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxpp.schedule.action import Action, Kind
@@ -65,6 +67,14 @@ class Timing(NamedTuple):
     offloaded: Sequence[Offloaded] = ()
     copies: Sequence[Number] = ()  # of the residuals of a stage and one microbatch to the host, and as long back
     capacity: Number | None = None
+    visits: Mapping[Action, "Visit"] = MappingProxyType({})  # what comes from host memory, by the first action that needs it
+
+
+class Visit(NamedTuple):
+    """Copies from host memory for one turn of a stage on its rank, while the turn before runs."""
+
+    params: Number  # until the first action of the turn
+    state: Number  # behind that, until the next turn: of the optimizer, for the update
 
 
 class Copies(NamedTuple):
@@ -81,6 +91,7 @@ class Times(NamedTuple):
     starts: tuple[tuple[Number, ...], ...]
     ends: tuple[tuple[Number, ...], ...]
     copies: tuple[Copies, ...] = ()
+    complete: Mapping[int, Number] = MappingProxyType({})  # by rank, when what its last turn needs for the update has arrived
 
 
 class Bar(NamedTuple):
@@ -105,7 +116,7 @@ def makespan(times: Times) -> Number:
 
 
 class _HostLinks:
-    """The copies of offloaded residuals: a clock tells it of every action of a rank, in the order of the row."""
+    """The copies of offloaded residuals and of visits: a clock tells it of every action of a rank, in the order of the row."""
 
     def __init__(self, timing: Timing, stage_to_rank: Sequence[int]):
         self._copies, self._rank, self._overlap = timing.copies, stage_to_rank, timing.overlap
@@ -113,11 +124,20 @@ class _HostLinks:
         self._back = {each.ahead: each for each in timing.offloaded}
         self._read = {each.backward: each for each in timing.offloaded}
         self._free: dict[tuple[int, bool], Number] = {}
+        self._visits = timing.visits
+        self._began: dict[int, Number] = {}  # when the turn of each rank began,
+        self.complete: dict[int, Number] = {}  # and when all of it has arrived
         self._sent: dict[Offloaded, tuple[Number, Number]] = {}
         self.done: dict[Offloaded, Copies] = {}
 
     def start(self, action: Action, ready: Number) -> Number:
-        """When an action starts that is ready but for residuals it reads; those of the next action come back beside it."""
+        """When an action starts that is ready but for what comes from the host; residuals of the next one come back beside it."""
+        if (visit := self._visits.get(action)) is not None:
+            rank = self._rank[action.stage]
+            begun = self._began.get(rank, 0) if self._overlap else ready
+            arrived = max(begun, self._free.get((rank, False), 0)) + visit.params
+            self._began[rank] = ready = max(ready, self.complete.get(rank, 0), arrived)
+            self._free[rank, False] = self.complete[rank] = arrived + visit.state
         if (read := self._read.get(action)) is not None:
             ready = max(ready, self.done[read].back[1])
         if (each := self._back.get(action)) is not None:
@@ -173,7 +193,7 @@ def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timi
     if timing.capacity is not None and timing.capacity < len(rows):
         return _replay_shared(rows, timing, wiring, _HostLinks(timing, stage_to_rank), timing.capacity)
     durations, hops, dispatched, overlap, *_ = timing
-    links = _HostLinks(timing, stage_to_rank) if timing.offloaded else None
+    links = _HostLinks(timing, stage_to_rank) if timing.offloaded or timing.visits else None
     done: dict[int, Number] = {-1: -math.inf}
     starts, ends = ([list[Number]() for _ in rows] for _ in range(2))
     clocks: list[Number] = [0] * len(rows)
@@ -200,7 +220,24 @@ def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timi
             if links is not None:
                 clock = links.end(action, clock)
         clocks[rank] = clock
-    return Times(tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(links.done.values()) if links else ())
+    copies, complete = (tuple(links.done.values()), links.complete) if links else ((), {})
+    return Times(tuple(map(tuple, starts)), tuple(map(tuple, ends)), copies, complete)
+
+
+def turns(rows: Sequence[ActionRow], params: Sequence[Number], state: Sequence[Number]) -> dict[Action, Visit]:
+    """The copies from host memory for each turn of a stage on its rank: its parameters; in its last turn, the optimizer's state.
+
+    Example:
+        >>> row = [Action(0, Kind.F, 0), Action(2, Kind.F, 0), Action(2, Kind.B, 0), Action(0, Kind.B, 0)]
+        >>> {str(action): tuple(visit) for action, visit in turns([row], params=[1, 1, 1], state=[2, 2, 2]).items()}
+        {'0F0': (1, 0), '2F0': (1, 2), '0B0': (1, 2)}
+    """
+    found: dict[Action, Visit] = {}
+    for row in rows:
+        first = [*row[:1], *(action for before, action in itertools.pairwise(row) if before.stage != action.stage)]
+        last = {action.stage: action for action in first}
+        found |= {each: Visit(params[each.stage], state[each.stage] * (last[each.stage] == each)) for each in first}
+    return found
 
 
 def length(
@@ -311,7 +348,7 @@ def _replay_shared(rows: Sequence[ActionRow], timing: Timing, wiring: _Wiring, l
             prepare(rank)
             if result in waiting:
                 prepare(waiting.pop(result))
-    return Times(tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(links.done.values()))
+    return Times(tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(links.done.values()), links.complete)
 
 
 class Idle(NamedTuple):
@@ -319,7 +356,7 @@ class Idle(NamedTuple):
 
     fill_drain: Number  # what the schedule costs even if all stages take the same time and transfers none
     imbalance: Number  # what stages that differ add
-    transfer: Number  # what transfers, and copies of residuals to the host and back, add that nothing hides
+    transfer: Number  # what transfers, and copies from and to the host, add that nothing hides
     dispatch: Number  # what waiting for the host adds, or for a core that other ranks use, too
 
 
@@ -360,7 +397,7 @@ def idle_causes(
         return makespan(replay(rows, stage_to_rank, run, num_groups))
 
     on_time = timing._replace(dispatched=None, capacity=None)
-    alone = on_time._replace(hops=(), offloaded=())
+    alone = on_time._replace(hops=(), offloaded=(), visits={})
     level = alone._replace(durations=equal)
     even = length_of(level)
     free = even if num_groups is None else makespan(replay(rows, stage_to_rank, level))  # where no pass waits for a token

@@ -30,12 +30,13 @@ _VIEWS = frozenset("reshape squeeze expand_dims transpose stop_gradient iota cop
 
 
 class Rates(NamedTuple):
-    """How fast a device works: FLOP/s by type, and bytes a second of its memory, of its link to another, and to another host's."""
+    """How fast a device works: FLOP/s by type, and bytes a second of its memory and of its links."""
 
     peaks: Peaks
     bandwidth: float
-    peer: float
-    network: float
+    peer: float  # to another device
+    network: float  # to a device of another host
+    host: float  # to the memory of its host
 
 
 class SpineCosts(NamedTuple):
@@ -67,6 +68,7 @@ CPU_RATES = Rates(
     bandwidth=20 * _GIGA,
     peer=20 * _GIGA,
     network=20 * _GIGA,  # several processes on one host cut as one process does
+    host=20 * _GIGA,
 )
 
 
@@ -75,7 +77,7 @@ def rates_of(device: Device) -> Rates:
     if device.platform == "cpu":
         return CPU_RATES
     numbers = target_of(device) or next(each for each in TARGETS if each.name == "h100")
-    return Rates(numbers.peaks, numbers.bandwidth, numbers.links.peer, numbers.links.network)
+    return Rates(numbers.peaks, numbers.bandwidth, numbers.links.peer, numbers.links.network, numbers.links.host)
 
 
 def seconds_of(eqns: Sequence[JaxprEqn], results: Collection[Atom], rates: Rates) -> list[float]:

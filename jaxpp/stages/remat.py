@@ -400,7 +400,7 @@ _LESS_IN_LOOPS = _keeping(batched=False, others=True), _keeping(batched=False, o
 @entries
 @dataclass(frozen=True)
 class Offload:
-    """Keep the least, and let it wait in host memory: the value of ``remat`` that ``"offload"`` stands for.
+    """Keep the least, or the inputs only, and let it wait in host memory: the value of ``remat`` that ``"offload"`` stands for.
 
     Results are bit by bit those of ``remat="least"``. After the forward of a microbatch its residuals are copied to pinned host
     memory beside the device; while the last action before their backward runs, they are copied back. Copies that are shorter than
@@ -410,9 +410,11 @@ class Offload:
     Args:
         except_last: of how many microbatches at a time, those whose backward is next, the residuals of the stage stay. With 0 all
             leave; a larger number moves fewer bytes and frees less memory.
+        recompute: whether a stage keeps its inputs only, as with ``remat="recompute"``, and lets these wait: the fewest bytes on
+            the device, and the fewest that travel. Results are those of ``remat="recompute"``.
 
     Raises:
-        ArgumentError: ``except_last`` is no whole number of at least 0.
+        ArgumentError: ``except_last`` is no whole number of at least 0, or ``recompute`` is neither True nor False.
 
     Example:
         >>> import jaxpp
@@ -421,8 +423,12 @@ class Offload:
     """
 
     except_last: int = 1
+    recompute: bool = False
 
     def __post_init__(self):
+        if not isinstance(self.recompute, bool):
+            rule, fix = "recompute says whether a stage keeps its inputs only", "pass recompute=True, or leave it out"
+            raise ArgumentError(f"Offload(recompute={self.recompute!r})", rule, repr(self.recompute), fix)
         value = self.except_last
         if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < 0:
             rule = "except_last says of how many microbatches the residuals stay on the device, a whole number of at least 0"
@@ -459,7 +465,9 @@ def policies_of(remat: Remat | Sequence[Remat], num_stages: int, platform: str) 
     def policy_of(value: Remat) -> RematPolicy:
         if _is_number(value):
             return least if value == 1 else Budget(least.transcendental, least.element, least.written, float(value))
-        return least if isinstance(value, Offload) else ByPolicy(value) if _is_policy(value) else words[value]
+        if isinstance(value, Offload):
+            return RECOMPUTE if value.recompute else least
+        return ByPolicy(value) if _is_policy(value) else words[value]
 
     policies = tuple(map(policy_of, values))
     return None if all(policy == everything for policy in policies) else policies

@@ -35,13 +35,13 @@ from jaxpp.errors import ArgumentError
 from jaxpp.observe.bound import bound_of
 from jaxpp.observe.evaluate import StepCosts, costs_of_plan, step_seconds
 from jaxpp.observe.memory.forecast import room_of
-from jaxpp.observe.memory.liveness import Needs, liveness_of_all, program_needs
+from jaxpp.observe.memory.liveness import Needs, liveness_of_all, program_needs, step_liveness
 from jaxpp.observe.profile.record import Company, Seen, SeenStep, Stamps
 from jaxpp.observe.profile.spans import durations_of
 from jaxpp.options import Options
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.plan.step import Leaves
-from jaxpp.runtime.measure import copy_times
+from jaxpp.runtime.measure import copy_times, host_times
 from jaxpp.runtime.place import axis_map, mesh_of_ranks, num_places
 from jaxpp.runtime.processes.channel import align_clocks, rows_of_all, texts_of_all
 from jaxpp.runtime.processes.here import processes_of
@@ -64,7 +64,7 @@ _LEAST = 6  # steps that are timed, however long they take; half as many in a ro
 _LOOKS = 3  # steps of each kind that are looked at
 _HALVINGS = 30
 _MOST = 4.0  # how much longer actions may take in a step than alone, or less long
-_KIND = "jaxpp tune 4"  # what a file of results says of itself; another number for other contents
+_KIND = "jaxpp tune 5"  # what a file of results says of itself; another number for other contents
 
 
 class Devices:
@@ -222,6 +222,9 @@ class Devices:
         if family.remat == "least":
             seconds, handed = copy_times(steps.cut, engine.placement.places)
             costs = dataclasses.replace(costs, offload=tuple(seconds), offload_dispatch=tuple(handed))
+        if engine.options.waiting:
+            brought = step_liveness(engine, engine.lower("update", self._batch, steps.key)).brought(family.num_stages)
+            costs = costs.visited(brought, host_times(engine.placement.places))
         places = engine.placement.by_rank
         on_cores = places[0].devices[0].platform == "cpu"  # which devices share with one another and with whatever else runs there
         if self._pace.reference is not None or not on_cores:

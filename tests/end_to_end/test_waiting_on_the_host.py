@@ -177,14 +177,14 @@ def test_a_norm_over_all_stages_makes_gradients_wait_and_come_back_once():
     assert all(brought[key] == count == 1 for key, count in waited.items() if key[2] < 0)
 
 
-def budget_of(host, depth=32, width=64):
+def budget_of(host, depth=32, width=64, remat="recompute"):
     def loss(params, x):
         for w in params:
             x = jnp.tanh(x @ w)
         return jnp.mean(x**2)
 
     order = schedule("looped-bfs", ranks=1, per_rank=depth, microbatches=2)
-    options = {"loss": loss, "order": order, "microbatches": 2, "devices": jax.devices()[:1], "remat": "recompute"}
+    options = {"loss": loss, "order": order, "microbatches": 2, "devices": jax.devices()[:1], "remat": remat}
     pipe = pipeline(host, **options)
     x = jnp.ones((4, width), jnp.float32)
     state = pipe.init(lambda key: list(jax.random.normal(key, (depth, width, width)) / 8), jax.random.key(0), x)
@@ -211,6 +211,14 @@ def test_a_state_of_eight_times_the_devices_memory_trains_and_every_moment_is_as
     size = sum(leaf.nbytes for leaf in jax.tree.leaves((state.params, state.opt_state)))
     assert size >= 8 * max(moments)
     assert pipe.forecast(state.params, x).hosted[device] >= size
+
+
+def test_the_inputs_of_stages_may_wait_beside_the_state_and_results_are_those_of_recomputing():
+    found, expected = (budget_of("params", depth=8, remat=remat) for remat in (jaxpp.Offload(recompute=True), "recompute"))
+    (pipe, state, x), (plain, other, _) = found, expected
+    peaks = [max(each.forecast(state.params, x).peaks.values()) for each in (pipe, plain)]
+    assert peaks[0] <= peaks[1] - 3 * x.nbytes // 2, "an input of each microbatch of most stages is away"
+    same(pipe.step(state, x)[0], plain.step(other, x)[0])
 
 
 @pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")

@@ -1,5 +1,6 @@
 """``schedule="auto"``: made when the stages are known, and then a schedule like any other."""
 
+import itertools
 from contextlib import nullcontext
 
 import jax
@@ -9,9 +10,11 @@ import optax
 import pytest
 
 import jaxpp
+from jaxpp.engine import made_to_measure
 from jaxpp.engine.made_to_measure import boundary_bytes
 from jaxpp.errors import ScheduleError, StateError
 from jaxpp.schedule import make, simulate
+from jaxpp.stages.estimate import CPU_RATES
 
 SIZES = 8, 64, 8, 8, 96, 8, 8, 32, 8
 
@@ -153,3 +156,18 @@ def test_of_another_number_of_microbatches_it_is_the_same_whichever_list_comes_f
     pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=4, num_microbatches=6, schedule="auto")
     pipe.abstract_state(params(), jax.ShapeDtypeStruct((6 * 2, 8, SIZES[0]), "float32"))
     assert pipe.schedule == long
+
+
+@pytest.mark.filterwarnings("ignore::jaxpp.UnevenStagesWarning", "ignore::jaxpp.MicrobatchWarning")
+def test_stages_that_visit_turn_as_seldom_as_they_can_where_the_link_to_host_memory_is_slow(monkeypatch):
+    options = {"num_stages": 6, "devices": jax.devices()[:2], "host": "params", "remat": "recompute"}
+    weights = [jax.ShapeDtypeStruct((16, 16), "float32")] * 6
+
+    def turns(rate):
+        monkeypatch.setattr(made_to_measure, "rates_of", lambda device: CPU_RATES._replace(host=rate))
+        pipe = pipeline(**options)
+        pipe.abstract_state(weights, jax.ShapeDtypeStruct((8, 16), "float32"))
+        assert pipe.schedule.name == "auto"
+        return sum(a.stage != b.stage for row in pipe.schedule.rows for a, b in itertools.pairwise(row))
+
+    assert turns(1e6) == 2 * 4 < turns(1e12)

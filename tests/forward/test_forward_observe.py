@@ -196,7 +196,7 @@ def test_what_a_generation_cannot_be_is_refused_by_its_forecast_too():
     assert "nothing that was looked at fits (fewer groups;" in str(generation.forecast(hbm=1000))
     worst, some = (max(found.generate(*given, num_groups=k).forecast().peaks.values()) for k in (6, 3))
     (change,) = found.generate(*given, num_groups=6).forecast(hbm=some + 100).changes
-    assert change == ("num_groups=3", some, 1, 0) and some < worst
+    assert change[:4] == ("num_groups=3", some, 1, 0) and some < worst
     with found.generate(params, decoder.fn, decoder.carry, prompts_of(3), 2, num_groups=3) as begun:
         assert max(begun.forecast().peaks.values()) == some and len(begun.collect()[0]) == 2
 

@@ -1,5 +1,7 @@
 """The bound of a step counts every device and its products, on devices that are taken for GPUs of the table."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,3 +37,29 @@ def test_all_devices_count_once_and_so_does_each_product_on_them(monkeypatch, re
     peak = getattr(H100.peaks, kind)
     assert bound.peak_fraction == pytest.approx(products / peak / num_devices / bound.seconds)
     assert np.isfinite(bound.seconds)
+
+
+def test_copies_of_a_state_that_visits_hide_or_take_what_the_link_takes(monkeypatch):
+    width, count = 64, 5
+    shapes, batch = [jax.ShapeDtypeStruct((width, width), "float32")] * count, jax.ShapeDtypeStruct((4, width), "float32")
+
+    def bound_with(host, rate):
+        slow = dataclasses.replace(H100, links=dataclasses.replace(H100.links, host=rate))
+        monkeypatch.setattr(bounds, "target_of", lambda device: slow)
+        order = jaxpp.schedule.make("looped-bfs", num_ranks=1, num_microbatches=2, stages_per_rank=count)
+        options = {"num_stages": count, "num_microbatches": 2, "schedule": order, "devices": jax.devices()[:1], "host": host}
+        pipe = jaxpp.Pipeline(loss_fn, optax.adam(0.1), **options)
+        pipe.abstract_state(shapes, batch)
+        return bounds.bound_of(pipe.engine, batch, None)
+
+    plain, quick, slow = bound_with(None, 1e12), bound_with("params", 1e12), bound_with("params", 1e6)
+    size = 4 * width * width
+    assert plain.visits is None and "link to host memory" not in str(plain)
+    assert (quick.visits.brought, quick.visits.taken) == ((4 * count - 1) * size, 3 * count * size)
+    assert quick.visits.hidden <= quick.visits.seconds <= 1.05 * quick.visits.hidden
+    assert slow.visits.link == pytest.approx(slow.visits.brought / 1e6)
+    alone = 4 * size / 1e6  # the last stage goes out beside nothing, and the link waits once
+    assert slow.visits.link <= slow.seconds <= 1.01 * (slow.visits.link + alone)
+    assert sum(slow.parts) == pytest.approx(slow.seconds) and slow.parts.copies > 0.99 * slow.seconds
+    assert "hide under the work of the visits" in str(quick) and "that no work hides" in str(slow)
+    assert slow.simulation.times.complete[0] == pytest.approx(slow.visits.link, rel=0.01)

@@ -92,3 +92,16 @@ def test_a_candidate_is_priced_and_weighed_once_and_none_after_the_first_that_fi
     assert evaluator.first_fitting([9, 8]) is None
     assert (asked, evaluator.lightest(), evaluator.seconds(9)) == ([9, 4, 8], [4, 8, 9], 9.0)
     assert Evaluator(float, lambda _: (1 << 60,), None).fits(9)
+
+
+def test_what_visits_bring_is_on_the_clock_and_is_waited_for_by_the_update():
+    order = make("looped-bfs", num_ranks=1, num_microbatches=2, stages_per_rank=4)
+    costs = StepCosts({Kind.F: (1.0,) * 4, Kind.B: (2.0,) * 4}, after=(0.5,) * 4)
+    visits = costs.visited(([4] * 4, [8] * 4), (0.25,) * 4)
+    assert (visits.visit, visits.visit_state, visits.resident) == ((1.0,) * 4, (2.0,) * 4, costs)
+    assert step_seconds(order, costs) == 26
+    assert step_seconds(order, visits) == 27, "the first visit has none before it"
+    slow = costs.visited(([4] * 4, [8] * 4), (25.0,) * 4)
+    assert step_seconds(order, slow) == 7 * 100 + 4 * 200 + 2
+    found = parts(order, slow)
+    assert sum(found) == pytest.approx(step_seconds(order, slow)) and found.copies > 1200

@@ -2,7 +2,9 @@
 
 import functools
 import itertools
+import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -239,13 +241,19 @@ def test_what_never_fits_is_refused_with_the_forecast_and_the_advice(costs):
     lines = str(error.value).splitlines()
     still = [words(min(a, b)) for a, b in zip(away, again, strict=True)]
     needs = [f"cpu:{k} needs {words(least[k])} of {words(room)}" for k in range(2)]
-    assert lines[:4] == [
+    assert lines[:3] == [
         f"Pipeline(hbm={words(room)}): a step fits into the memory that each device has.",
         f"  Got: {needs[0]}, and still {still[0]} where its stages offload or recompute",
-        f"       {needs[1]}, and still {still[1]} where its stages offload or recompute.",
-        "  Fix: pass num_stages=4.",
+        f"       {needs[1]}, and still {still[1]} where its stages offload or recompute",
     ]
-    assert lines[4] == "" and lines[5].split()[:2] == ["stage", "device"]
+    for line, host in zip(lines[3:5], ("optimizer", "params"), strict=True):
+        assert re.fullmatch(rf'       host="{host}" leaves at least [\d.]+ KiB on the device that holds most\.?', line), line
+    assert re.fullmatch(
+        r'  Fix: pass num_stages=4, or pass num_stages=8 in "looped-bfs" with stages_per_rank=4, host="params", remat="recompute", '
+        r"which leaves [\d.]+ KiB on the fullest device\.",
+        lines[5],
+    )
+    assert lines[6] == "" and lines[7].split()[:2] == ["stage", "device"]
     assert any("it does not fit: cpu:0 needs" in line for line in lines)
     assert any(line.split()[:1] == ["num_stages=4"] for line in lines)
 
@@ -257,13 +265,16 @@ def test_parameters_that_alone_are_too_large_are_refused_before_anything_is_comp
         pipe.init(case.params, case.batch)
     sizes = [words(stage.num_bytes) for stage in pipeline_stages(MLP)]
     lines = str(error.value).splitlines()
-    assert lines[:5] == [
+    assert lines[:4] == [
         "Pipeline(hbm=30 KiB): the parameters of each device fit into its memory.",
         f"  Got: cpu:0: parameters of {sizes[0]}",
         f"       cpu:1: parameters of {sizes[1]}",
-        f"       cpu:2: parameters of {sizes[2]}.",
-        "  Fix: cut the model into more stages on more devices, or give each device more memory.",
+        f"       cpu:2: parameters of {sizes[2]}",
     ]
+    assert [line.partition(" leaves at least ")[0].strip() for line in lines[4:6]] == ['host="optimizer"', 'host="params"']
+    assert lines[6] == (
+        "  Fix: cut the model into more stages, many on each device or on more devices, or give each device more memory."
+    )
     assert lines[-1] == "  temporaries are not known: nothing was compiled"
 
 
@@ -275,16 +286,23 @@ def pipeline_stages(run):
 
 @pytest.mark.parametrize("remat", [pytest.param("offload", marks=pytest.mark.long), ["least", "recompute"]])
 @pytest.mark.long
-def test_with_remat_of_the_users_own_the_step_is_only_checked(remat):
-    found = peaks(PAIR, remat=remat)
+def test_with_remat_of_the_users_own_only_what_waits_in_host_memory_is_chosen(remat, capsys):
+    found, hosted = peaks(PAIR, remat=remat), max(peaks(PAIR, remat=remat, host="optimizer"))
     pipe, case = pipeline(PAIR, remat=remat, hbm=max(found))
     pipe.init(case.params, case.batch)
-    assert pipe.stages.remarks == ()
-    pipe, _ = pipeline(PAIR, remat=remat, hbm=max(found) - 1)
+    assert pipe.stages.remarks == () and pipe.engine.options.host is None
+    pipe, _ = pipeline(PAIR, remat=remat, hbm=hosted)
+    pipe.init(case.params, case.batch)
+    (remark,) = pipe.stages.remarks
+    assert remark.startswith(f'host="optimizer" (peak {words(hosted)}, a step copies ')
+    assert remark.endswith(f" out), since the step needs {words(max(found))}") and remark in capsys.readouterr().out
+    assert pipe.engine.options.remat == pipeline(PAIR, remat=remat)[0]._options.remat
+    pipe, _ = pipeline(PAIR, remat=remat, hbm=hosted - 1)
     with pytest.raises(FitError) as error:
         pipe.init(case.params, case.batch)
     device = f"cpu:{found.index(max(found))}"
-    assert f"  Got: {device} needs {words(max(found))} of {words(max(found) - 1)}." in str(error.value)
+    assert f"{device} needs {words(max(found))} of {words(hosted - 1)}\n" in str(error.value)
+    assert f'host="optimizer" leaves at least {words(hosted)} on the device that holds most\n' in str(error.value)
     assert "leave remat out, so that jaxpp chooses what each stage keeps.\n" in str(error.value)
 
 
@@ -339,8 +357,9 @@ def test_stages_by_hand_choose_too(costs):
     state = pipe.init(params, batch)
     assert "offload" in pipe.stages.remarks[0]
     pipe.verify(state, batch)
-    with pytest.raises(FitError, match=r"Fix: pass 6 stage functions\."):
-        by_hand(hbm=int(0.6 * least))[0].init(params, batch)
+    assert "6 stage functions" in str(plain.forecast(jax.eval_shape(lambda: params), batch, hbm=int(0.6 * least)))
+    with pytest.raises(FitError, match=r'12 stage functions in "looped-bfs" with stages_per_rank=4, host="params"'):
+        by_hand(hbm=int(0.58 * least))[0].init(params, batch)
     alone, *_ = by_hand(stages=1)
     assert "2 stage functions" in str(alone.forecast(jax.eval_shape(lambda: params[:1]), batch, hbm="190KiB"))
 
@@ -356,16 +375,59 @@ def test_more_stages_than_there_are_cuts_for_are_proposed_without_the_cuts(costs
 
 
 @pytest.mark.long
-def test_with_shards_of_parameters_the_step_is_only_checked():
+def test_with_shards_of_parameters_only_what_waits_in_host_memory_is_chosen():
     mesh = jax.make_mesh((2, 2), ("pipe", "model"))
     options = {"mesh": mesh, "shardings": {"*kernel": "column"}}
-    found = max(peaks(PAIR, **options))
+    found, hosted = max(peaks(PAIR, **options)), max(peaks(PAIR, host="optimizer", **options))
     pipe, case = pipeline(PAIR, **options, hbm=found)
     pipe.init(case.params, case.batch)
-    pipe, _ = pipeline(PAIR, **options, hbm=found - 1)
+    assert pipe.stages.remarks == ()
+    pipe, _ = pipeline(PAIR, **options, hbm=hosted)
+    pipe.init(case.params, case.batch)
+    assert pipe.engine.options.host == "optimizer"
+    pipe, _ = pipeline(PAIR, **options, hbm=hosted - 1)
     with pytest.raises(FitError) as error:
         pipe.init(case.params, case.batch)
     assert "leave remat out" not in str(error.value)
+
+
+def stack_loss(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def stacked(num_layers=8, **options):
+    """A pipeline in which one device has many stages, its parameters and a batch."""
+    order = make("looped-bfs", num_ranks=1, num_microbatches=2, stages_per_rank=num_layers)
+    options = {"schedule": order, "devices": jax.devices()[:1], "remat": "recompute", "optimizer": optax.adam(1e-2)} | options
+    pipe = jaxpp.Pipeline(stack_loss, num_stages=num_layers, num_microbatches=2, **options)
+    return pipe, [jnp.eye(32)] * num_layers, jnp.ones((4, 32))
+
+
+def test_a_model_larger_than_its_device_waits_in_host_memory_and_trains_with_the_same_bits(capsys):
+    plain, params, batch = stacked()
+    size = sum(leaf.nbytes for leaf in params)
+    pipe, *_ = stacked(hbm=size - 1)
+    pipe.init(params, batch)
+    said = capsys.readouterr().out
+    assert pipe.engine.options.host == "params" and f"since the parameters alone are {words(size)}" in said
+    assert f"a step copies {words(4 * size - size // 8)} in and {words(3 * size)} out" in said
+    found, expected = (each.step(each.init(params, batch), batch)[0].params for each in (pipe, plain))
+    chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(expected))
+    assert pipe.forecast(params, batch).fits
+
+
+def test_a_forecast_that_does_not_fit_names_what_more_in_host_memory_leaves():
+    pipe, params, batch = stacked()
+    room = max(stacked(host="params")[0].forecast(params, batch).peaks.values())
+    forecast = pipe.forecast(params, batch, hbm=room + 4096)
+    change = next(each for each in forecast.changes if each.what.startswith('host="params"'))
+    assert change.peak <= room + 4096
+    size = sum(leaf.nbytes for leaf in params)
+    assert change.visiting.taken >= 3 * size > change.visiting.brought / 2
+    words_of_it = " ".join(str(forecast).split())
+    assert f'host="params": leaves {words(change.peak)} on the device that then holds most' in words_of_it
 
 
 @pytest.mark.parametrize("wrong", ["much", "-1GiB", 0, -5, True, float("nan"), [24]])
@@ -374,3 +436,16 @@ def test_an_hbm_that_is_no_size_is_refused(wrong):
         pipeline(PAIR, hbm=wrong)
     assert str(error.value).startswith(f"hbm={wrong!r}: ")
     assert 'Fix: pass for example "80GiB".' in str(error.value)
+
+
+@pytest.mark.long
+def test_another_pipeline_of_the_same_state_finds_it_where_the_first_has_put_it():
+    labels = ["first"] * 4 + ["second"] * 4
+    optimizer = optax.multi_transform({"first": optax.adam(1e-2), "second": optax.sgd(1e-2)}, labels)
+    pipe, params, batch = stacked(hbm=62_000, trains="[0-3]", optimizer=optimizer)
+    state = pipe.init(params, batch)
+    other = pipe.other(lambda params, x: 2 * stack_loss(params, x), trains="[4-7]")
+    other.abstract_state(state, batch)
+    assert pipe.engine.options.host == other.engine.options.host == "params"
+    state, _ = other.step(pipe.step(state, batch)[0], batch)
+    pipe.step(state, batch)

@@ -303,3 +303,21 @@ def test_a_simulation_prints_a_line_and_a_row_a_rank():
     assert "makespan 14, bubble 14.3%" in text
     assert "peak residuals" in text
     assert len(text.splitlines()) == 1 + 3 + 1 + 1 + 3
+
+
+def test_what_a_turn_brings_from_host_memory_is_hidden_by_the_turn_before_or_takes_what_the_link_takes():
+    order = make("looped-bfs", num_ranks=1, num_microbatches=4, stages_per_rank=8)  # turns of 4 forwards, and of 4 backwards
+    resident = simulate(order).makespan
+    assert simulate(order, visit=4, visit_state=4).makespan == resident + 4 <= 1.05 * resident, "the first turn has none before it"
+    assert simulate(order, visit=4, visit_state=4, overlap=False).makespan == resident + 15 * 4, "a rank that waits for each"
+    slow = simulate(order, visit=40, visit_state=80)
+    link = 15 * 40 + 8 * 80  # the last stage goes forward and back in one turn
+    assert slow.times.complete[0] == link
+    assert slow.makespan == link - 80 + 8, "the state of the last stage comes behind its parameters"
+    assert max(slow.causes[0].transfer, 0) == slow.makespan - resident
+
+
+def test_an_order_that_turns_more_often_brings_more():
+    often, seldom = (make(name, 2, 4, stages_per_rank=4) for name in ("interleaved", "looped-bfs"))
+    assert simulate(often).makespan <= simulate(seldom).makespan
+    assert simulate(often, visit=8).makespan > 1.2 * simulate(seldom, visit=8).makespan

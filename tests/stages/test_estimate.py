@@ -11,7 +11,7 @@ from jaxpp.stages.remat import RECOMPUTE, Least, RematPolicy
 from jaxpp.targets import TARGETS
 
 H100 = next(each for each in TARGETS if each.name == "h100")
-RATES = Rates(H100.peaks, H100.bandwidth, H100.links.peer, H100.links.network)
+RATES = Rates(H100.peaks, H100.bandwidth, H100.links.peer, H100.links.network, H100.links.host)
 
 
 def seconds(function, *shapes, dtype=jnp.float32):

@@ -1,25 +1,28 @@
-"""``Pipeline(hbm=...)``: what each stage does with its residuals so that a step fits, chosen when shapes are first seen.
+"""``Pipeline(hbm=...)``: what stages keep, and what waits in host memory, so that a step fits; chosen when shapes are first seen.
 
 A stage keeps the least, which costs no time; or lets it wait in host memory (offload), which costs what the copies do not hide; or
 keeps a share of it, which costs what is repeated; or its inputs only (recompute), which costs one more forward
 for each microbatch. What a device holds depends on its own stages alone, so the forecast says for each device that is too full
 which choices of its stages fit; of the choices of all devices, that with the shortest step on the virtual clock is taken. Nothing
-is measured if the step fits as it is.
+is measured if the step fits as it is. If none fits, the optimizer's state waits in host memory (``host="optimizer"``), then
+parameters and gradients too, and the stages choose again.
 """
 
+import contextlib
 import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jaxpp.engine.engine import Engine
-from jaxpp.errors import FitError
+from jaxpp.errors import ArgumentError, FitError
 from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
 from jaxpp.observe.memory.forecast import Forecast, forecast, forecast_of
-from jaxpp.observe.memory.liveness import MEMORY_KINDS, liveness_in_flow, step_liveness
+from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, liveness_in_flow, step_liveness
 from jaxpp.observe.memory.remat_frontier import again_of
+from jaxpp.options import more_hosts
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.measure import action_times, copy_times
 from jaxpp.runtime.processes.channel import texts_of_all
@@ -58,28 +61,45 @@ def fit(engine: Engine, batch: Batch, key: Key | None, waiting: Sequence[Name] =
     room = engine.options.hbm
     if room is None:
         return Fit(engine)
-    _check_params(engine, batch, key, room)
     search = _Search(engine, batch, key, waiting, room)
-    full = [device for device, peak in search.peaks(search.asked).items() if peak > room]
+    held = search.parameters()
+    if max(held.values()) > room:
+        found, tried = _with_more_on_the_host(search, f"the parameters alone are {bytes_in_words(max(held.values()))}")
+        if found is None:
+            raise search.refusal_of_parameters(held, tried)
+        return found
+    full = search.full()
     if not full:
         return Fit(engine)
-    options = engine.options
-    least = policies_of("least", options.schedule.num_stages, options.devices[0].platform)
-    if options.remat != least or options.offloaded or options.placement.num_shards != 1:
-        raise search.refusal(full, {})  # it is not left to jaxpp what stages keep, or a stage cannot be measured on one device
-    best = search.best(full)
-    return Fit(search.engine(best), search.remarks(best))
+    best = search.best(full) if search.chooses else None
+    if best is not None:
+        return Fit(search.engine(best), search.remarks(best))
+    least = search.least()
+    most = bytes_in_words(max(least.values()))
+    reason = f"offloading and recomputing leave {most}" if search.chooses else f"the step needs {most}"
+    found, tried = _with_more_on_the_host(search, reason)
+    if found is None:
+        raise search.refusal(full, least, tried)
+    return found
 
 
-def _check_params(engine: Engine, batch: Batch, key: Key | None, room: int) -> None:
-    """Refuse a step whose parameters alone are too large for a device; nothing is compiled for that."""
-    lowered = engine.lower("update", batch, key)
-    liveness = liveness_in_flow(step_liveness(engine, lowered), lowered)
-    held = {device: int(levels[0][MEMORY_KINDS.index("parameters")]) for device, levels in liveness.levels.items()}
-    if got := [f"{device_name(device)}: parameters of {bytes_in_words(size)}" for device, size in held.items() if size > room]:
-        fix = "cut the model into more stages on more devices, or give each device more memory"
-        picture = f"{forecast_of(liveness, engine.placement, None)}\ntemporaries are not known: nothing was compiled"
-        raise FitError(_where(room), "the parameters of each device fit into its memory", got, fix, picture)
+def _with_more_on_the_host(search: "_Search", reason: str) -> tuple[Fit | None, dict[str, int]]:
+    """The first that fits of the same pipeline with more of its state in host memory; or what each leaves on the fullest device.
+
+    Not all pipelines have a state that can wait: that beside the sets of a bank cannot.
+    """
+    first, tried = search.first, dict[str, int]()
+    with contextlib.suppress(ArgumentError):
+        for host in () if first.layout.num_own else more_hosts(first.options.host):
+            other = _Search(first.with_host(host), search.batch, search.key, search.waiting, search.room)
+            best = other.fitting()
+            if best is not None:
+                most, visiting = max(other.peaks(best).values()), max(other.arrays(best).visiting.values(), key=sum)
+                copied = f"a step copies {bytes_in_words(visiting.brought)} in and {bytes_in_words(visiting.taken)} out"
+                remark = f'host="{host}" (peak {bytes_in_words(most)}, {copied}), since {reason}'
+                return Fit(other.engine(best), (remark, *other.remarks(best))), tried
+            tried[f'host="{host}"'] = max(other.least().values())
+    return None, tried
 
 
 def _where(room: int) -> str:
@@ -105,6 +125,17 @@ class _Search:
             self.engines[choice] = self.first.with_remat(remat, _offload(choice))
         return self.engines[choice]
 
+    def parameters(self) -> dict[Device, int]:
+        """The bytes of the parameters that each device holds all the time; nothing is compiled for that."""
+        kind = MEMORY_KINDS.index("parameters")
+        return {device: int(levels[0][kind]) for device, levels in self.arrays(self.asked).levels.items()}
+
+    def arrays(self, choice: _Choice) -> Liveness:
+        """What is alive in a step; nothing is compiled for that, so temporaries are not known."""
+        engine = self.engine(choice)
+        lowered = engine.lower("update", self.batch, self.key)
+        return liveness_in_flow(step_liveness(engine, lowered), lowered)
+
     def again(self, choice: _Choice) -> list[float]:
         """How much of its forward each stage runs again in its backward."""
         return [0.0 if way in _IN_PLACE else 1.0 if way == "recompute" else self._shares(way)[k] for k, way in enumerate(choice)]
@@ -128,15 +159,39 @@ class _Search:
         devices = dict.fromkeys(place.shown for place in self.first.placement.by_rank)
         return dict(zip(devices, self.evaluator.peaks(choice), strict=True))
 
-    def best(self, full: Sequence[Device]) -> _Choice:
-        """The cheapest choice that fits, or a FitError; ``full`` are the devices that have too little room for the least."""
+    @cached_property
+    def chooses(self) -> bool:
+        """Whether it is left to jaxpp what stages keep, and they can be measured, on one device each."""
+        options = self.first.options
+        least = policies_of("least", options.schedule.num_stages, options.devices[0].platform)
+        return options.remat == least and not options.offloaded and options.placement.num_shards == 1
+
+    def full(self) -> list[Device]:
+        """The devices that have too little room for what is asked."""
+        return [device for device, peak in self.peaks(self.asked).items() if peak > self.room]
+
+    def fitting(self) -> _Choice | None:
+        """The cheapest choice that fits, if any; nothing is compiled where arrays alone are too large whatever stages keep."""
+        if max(self.least().values()) > self.room:
+            return None
+        full = self.full()
+        return self.asked if not full else self.best(full) if self.chooses else None
+
+    def best(self, full: Sequence[Device]) -> _Choice | None:
+        """The cheapest choice that fits, if any; ``full`` are the devices that have too little room for the least."""
         best = self._cheapest(self._fitting(full, ("offload",)))
         if best is None or self.evaluator.seconds(best) > self.evaluator.seconds(self.asked):
             best = self._cheapest(self._fitting(full, ("offload", *_SHARES, "recompute")))
-        if best is None:
-            tried = list(map(self.peaks, self.evaluator.weights))
-            raise self.refusal(full, {device: min(peaks[device] for peaks in tried) for device in full})
         return best
+
+    def least(self) -> dict[Device, int]:
+        """The fewest bytes of each device at its peak, of what was tried; of arrays alone, if nothing was compiled yet."""
+        tried = list(map(self.peaks, self.evaluator.weights))
+        if not tried:
+            every = [(way,) * self.schedule.num_stages for way in (("offload", "recompute") if self.chooses else ())]
+            found = [self.arrays(choice) for choice in (self.asked, *every)]
+            tried = [{device: each.most(device) for device in each.devices} for each in found]
+        return {device: min(peaks[device] for peaks in tried) for device in tried[0]}
 
     def _fitting(self, full: Sequence[Device], ways: Sequence[_Way]) -> list[list[_Choice]]:
         """For each of the devices the choices with which it fits, where no other device changes anything."""
@@ -204,18 +259,40 @@ class _Search:
                 changed.append(f"stage {stage}: {named} ({sizes}, step {self._longer(alone) - 1:+.0%})")
         return (*changed, f"all of it: step {self._longer(choice) - 1:+.0%}") if len(changed) > 1 else tuple(changed)
 
-    def refusal(self, full: Sequence[Device], least: Mapping[Device, int]) -> FitError:
-        """What to raise: ``least`` is what each device needs if its stages keep less, where that was tried."""
+    def refusal(self, full: Sequence[Device], least: Mapping[Device, int], tried: Mapping[str, int]) -> FitError:
+        """What to raise: ``least`` is what each device needs at least, ``tried`` what was left with more in host memory."""
         picture = self.forecast(self.asked, advise=True)
+        if tried:  # in vain, whatever the estimates of these changes are
+            picture = replace(picture, changes=tuple(change for change in picture.changes if not change.what.startswith("host=")))
         needs, room = self.peaks(self.asked), bytes_in_words(self.room)
         got = [f"{device_name(device)} needs {bytes_in_words(needs[device])} of {room}" for device in full]
-        if least:
+        if self.chooses:
             still = [f"still {bytes_in_words(least[device])} where its stages offload or recompute" for device in full]
             got = [f"{line}, and {rest}" for line, rest in zip(got, still, strict=True)]
-        fixes = [f"pass {picture.changes[0].what}"] if picture.changes else ["use more devices"]
-        if not least and self.first.options.placement.num_shards == 1:
+        cheaper = [change for change in picture.changes if change.visiting is None]  # than copies of the state
+        hosted = [change for change in picture.changes if change.visiting is not None]
+        fixes = [f"pass {change.what}" for change in cheaper[:1]]
+        fixes += [f"pass {each.what}, which leaves {bytes_in_words(each.peak)} on the fullest device" for each in hosted[:1]]
+        fixes = fixes or ["use more devices"]
+        if not self.chooses and self.first.options.placement.num_shards == 1:
             fixes.append("leave remat out, so that jaxpp chooses what each stage keeps")
-        return FitError(_where(self.room), _RULE, got, ", or ".join(fixes), str(picture))
+        return FitError(_where(self.room), _RULE, [*got, *_left(tried)], ", or ".join(fixes), str(picture))
+
+    def refusal_of_parameters(self, held: Mapping[Device, int], tried: Mapping[str, int]) -> FitError:
+        """What to raise where parameters alone are too large."""
+        got = [f"{device_name(device)}: parameters of {bytes_in_words(size)}" for device, size in held.items() if size > self.room]
+        fix = "cut the model into more stages on more devices, or give each device more memory"
+        if tried:
+            fix = f"cut the model into more stages, many on each device or on more devices, {fix.partition(', ')[2]}"
+        picture = (
+            f"{forecast_of(self.arrays(self.asked), self.first.placement, None)}\ntemporaries are not known: nothing was compiled"
+        )
+        return FitError(_where(self.room), "the parameters of each device fit into its memory", [*got, *_left(tried)], fix, picture)
+
+
+def _left(tried: Mapping[str, int]) -> list[str]:
+    """What more of the state in host memory leaves, a line for each word."""
+    return [f"{what} leaves at least {bytes_in_words(most)} on the device that holds most" for what, most in tried.items()]
 
 
 def _offload(choice: _Choice) -> tuple[int | None, ...]:

@@ -26,23 +26,24 @@ from jaxpp.observe.memory.liveness import (
     MEMORY_KINDS,
     Life,
     Liveness,
+    Visiting,
     lasting_lives,
     liveness_in_flow,
     liveness_of_all,
     step_liveness,
 )
 from jaxpp.observe.memory.remat_frontier import Frontier, frontier_of
-from jaxpp.options import Options
+from jaxpp.options import HOSTS, Options, more_hosts
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.place import Placement
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.forward import forward
-from jaxpp.schedule.registry import SCHEDULES, make_for_stages
+from jaxpp.schedule.registry import SCHEDULES, make, make_for_stages
 from jaxpp.stages.by_hand import scope
 from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, check_batch, first_of, resized
-from jaxpp.stages.remat import offload_of, policies_of
+from jaxpp.stages.remat import Offload, Remat, offload_of, policies_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 from jaxpp.targets import compiles_only, device_name, target_of
@@ -50,12 +51,15 @@ from jaxpp.types import Batch, Device, Key
 
 _MOST = 6  # changes that are shown
 _TRIED: Mapping[Purpose, str] = {
-    "update": "microbatches, schedules, remat, twice the stages",
+    "update": "microbatches, schedules, remat, twice the stages, host=",
     "forward": "smaller batches, microbatches, twice the stages",
 }
 _SHARE = 0.75  # of a GPU's memory that JAX takes unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise
 _PATIENCE = 2  # seconds before a progress bar shows
 _MOST_MICROBATCHES = 256  # that are proposed: more would be parts too small to compute with, in a step that takes long to compile
+_FEWEST: Mapping[str, Remat] = {'"recompute"': "recompute", "jaxpp.Offload(recompute=True)": Offload(recompute=True)}
+_HOST = "host"  # the family of changes that let more of the state wait in host memory
+_STAGES_PER_RANK = (4, 16)  # that are tried for a state in host memory
 _COMPILED = 2  # changes that are compiled, for the exact peak, where by the estimates none fits
 
 
@@ -66,6 +70,7 @@ class Change(NamedTuple):
     peak: int  # bytes on the device that then holds most; an estimate
     slowdown: float  # time with it over time without, on the virtual clock with equal stages; without copies of ``moved`` bytes
     moved: int = 0  # that a stage copies to host memory and back for a microbatch, at most
+    visiting: Visiting | None = None  # what a step copies to the device with most of it, and back, where the state waits
 
 
 class StageMemory(NamedTuple):
@@ -181,6 +186,9 @@ class Forecast:
             kinds = {life.kind for life in self.liveness.hosted}
             what = ", ".join(kind for kind in MEMORY_KINDS if kind in kinds)
             lines.append(f"in host memory, at most: {what} of {beside}")
+        for device, visiting in self.liveness.visiting.items():
+            if any(visiting):
+                lines.append(f"a step copies {_copied(visiting)} {device_name(device)}")
         if self.liveness.unknown:
             where, few = ", ".join(map(device_name, self.liveness.unknown)), "this process has fewer devices than a rank there"
             lines.append(f"temporaries of {where} are not known here and not counted: {few}")
@@ -197,6 +205,9 @@ class Forecast:
         for change in (change for change in self.changes[:_MOST] if change.moved):
             copies = f"the copies to the host and back, of {_size(change.moved)} for each microbatch of a stage"
             lines.append(f"{change.what}: that time is without {copies}; they delay nothing if each is shorter than an action")
+        for change in (change for change in self.changes[:_MOST] if change.visiting):
+            left = f"leaves {_size(change.peak)} on the device that then holds most; that time is without the copies of its state"
+            lines.append(f"{change.what}: {left}, {_copied(change.visiting)} a device in a step, which other work may hide")
         if not self.changes:
             lines.append(f"nothing that was looked at fits ({self.tried}): use more devices")
         return lines
@@ -205,6 +216,11 @@ class Forecast:
         head = ["what should fit (estimates), the quickest first", "peak", "time"]
         rows = [[change.what, _size(change.peak), f"x {change.slowdown:.2f}"] for change in self.changes[:_MOST]]
         return [head, *rows] if rows else []
+
+
+def _copied(visiting: Visiting | None) -> str:
+    brought, taken = visiting or Visiting(0, 0)
+    return f"{_size(brought)} from host memory and {_size(taken)} back for"
 
 
 def _size(num_bytes: int) -> str:
@@ -262,9 +278,9 @@ def _changes(now: Forecast, engine: Engine, batch: Batch, key: Key | None, room:
     needs = {  # the temporaries of a device at its peak, and residuals, which are temporaries of a program that recomputes them
         device: (sum(row.temporaries for row in own), max(row.residuals for row in own)) for device, own in rows.items() if own
     }
-    every = _step_trials(options, batch) if purpose == "update" else _forward_trials(engine, batch)
+    every = _step_trials(engine, batch) if purpose == "update" else _forward_trials(engine, batch)
     trials, before = {trial.what: trial for trial in every}, _seconds(options, batch, purpose)
-    engines, moved = dict[str, Engine](), dict[str, int]()
+    engines, moved, visiting = dict[str, Engine](), dict[str, int](), dict[str, Visiting | None]()
 
     def seconds(what: str) -> float:
         return _seconds(trials[what].options, trials[what].batch, purpose) / before
@@ -276,8 +292,10 @@ def _changes(now: Forecast, engine: Engine, batch: Batch, key: Key | None, room:
         liveness = liveness_in_flow(step_liveness(other, lowered), lowered)
         copied = Counter[tuple[int, int]]()
         for life in liveness.hosted:
-            copied[life.name.stage, life.name.microbatch] += life.num_bytes
+            if life.name.ref.role not in new.waiting:
+                copied[life.name.stage, life.name.microbatch] += life.num_bytes
         moved[what] = max(copied.values(), default=0)
+        visiting[what] = max(liveness.visiting.values(), key=sum) if new.waiting else None
         share = options.schedule.num_microbatches / new.schedule.num_microbatches
         share *= options.schedule.num_stages / new.schedule.num_stages
         share *= _examples(options, smaller) / _examples(options, batch)
@@ -296,11 +314,12 @@ def _changes(now: Forecast, engine: Engine, batch: Batch, key: Key | None, room:
             with contextlib.suppress(JaxppError):  # too many stages for this model, say
                 if trials[what].family not in fitting and by_estimate.fits(what):
                     peak = max(by_estimate.peaks(what))
-                    fitting[trials[what].family] = Change(what, peak, by_estimate.seconds(what), moved[what])
-    nearest = [] if fitting else by_estimate.lightest()[:_COMPILED]
+                    fitting[trials[what].family] = Change(what, peak, by_estimate.seconds(what), moved[what], visiting[what])
+    cheaper = [what for what in by_estimate.lightest() if trials[what].family != _HOST]  # than copies of the state
+    nearest = [] if any(family != _HOST for family in fitting) else cheaper[:_COMPILED]
     for what in (what for what in nearest if max(by_estimate.peaks(what)) <= 2 * room):
         if exactly.fits(what):
-            fitting[what] = Change(what, max(exactly.peaks(what)), exactly.seconds(what), moved[what])
+            fitting[what] = Change(what, max(exactly.peaks(what)), exactly.seconds(what), moved[what], visiting[what])
     return tuple(sorted(fitting.values(), key=lambda change: change.slowdown))
 
 
@@ -308,7 +327,7 @@ def _engine_of(engine: Engine, options: Options, batch: Batch, key: Key | None) 
     now, new = engine.options.schedule, options.schedule
     same = (now.stage_to_rank, now.num_microbatches) == (new.stage_to_rank, new.num_microbatches)
     if same and options.remat == engine.options.remat:
-        return engine.with_schedule(new, options.offload)  # no need to trace and cut again
+        return engine.with_host(options.host).with_schedule(new, options.offload)  # no need to trace and cut again
     return open_engine(options, engine.optimizer, engine.layout.given, batch, key)
 
 
@@ -323,7 +342,8 @@ def _seconds(options: Options, batch: Batch, purpose: Purpose) -> float:
     return step_seconds(schedule, costs.recomputed(again) if again else costs) / (schedule.num_stages * schedule.num_microbatches)
 
 
-def _step_trials(now: Options, batch: Batch) -> Iterator[_Trial]:
+def _step_trials(engine: Engine, batch: Batch) -> Iterator[_Trial]:
+    now = engine.options
     stages, microbatches, name = now.schedule.num_stages, now.schedule.num_microbatches, now.schedule.name
 
     ways = partial(_remat, platform=now.devices[0].platform)
@@ -336,6 +356,7 @@ def _step_trials(now: Options, batch: Batch) -> Iterator[_Trial]:
     offloading = dataclasses.replace(now, **ways("offload", stages))
     if offloading.offloaded and not now.offloaded:
         yield _Trial("offload", 'remat="offload"', offloading, batch)
+    yield from () if engine.layout.num_own else _host_trials(now, batch)
     if name not in SCHEDULES:
         return
     count, most = microbatches * 2, 0 if isinstance(batch, Microbatches) else min(_examples(now, batch), _MOST_MICROBATCHES)
@@ -349,6 +370,24 @@ def _step_trials(now: Options, batch: Batch) -> Iterator[_Trial]:
     for options in _scheduled(now, name, 2 * stages, microbatches, cuts=None, **kept):
         if options.schedule.num_ranks <= len(now.devices):
             yield _Trial("stages", _stages(now, 2 * stages), options, batch)
+
+
+def _host_trials(now: Options, batch: Batch) -> Iterator[_Trial]:
+    """More of the state in host memory; then more stages on each rank too, so that each visit brings less."""
+    ranks, stages, microbatches = now.schedule.num_ranks, now.schedule.num_stages, now.schedule.num_microbatches
+    with contextlib.suppress(JaxppError):  # the state cannot wait
+        for host in more_hosts(now.host):
+            yield _Trial(_HOST, f'host="{host}"', now.with_host(host), batch)
+        last = now.with_host(HOSTS[-1])
+        for way, remat in _FEWEST.items():
+            again = _remat(remat, stages, now.devices[0].platform)
+            yield _Trial(_HOST, f'host="{HOSTS[-1]}", remat={way}', dataclasses.replace(last, **again), batch)
+        for per_rank in (each for each in _STAGES_PER_RANK if each * ranks > stages):
+            order = make("looped-bfs", num_ranks=ranks, num_microbatches=microbatches, stages_per_rank=per_rank)
+            words = f'"looped-bfs" with stages_per_rank={per_rank}, host="{HOSTS[-1]}", remat="recompute"'
+            again = _remat("recompute", order.num_stages, now.devices[0].platform)
+            options = dataclasses.replace(last, schedule=order, cuts=None, **again)
+            yield _Trial(_HOST, f"{_stages(now, order.num_stages)} in {words}", options, batch)
 
 
 def _forward_trials(engine: Engine, batch: Batch) -> Iterator[_Trial]:
@@ -385,7 +424,7 @@ def _stages(now: Options, count: int) -> str:
     return f"num_stages={count}" if now.cuts is None else f"num_stages={count}, cuts=None"
 
 
-def _remat(way: str, stages: int, platform: str) -> dict[str, Any]:
+def _remat(way: Remat, stages: int, platform: str) -> dict[str, Any]:
     return {"remat": policies_of(way, stages, platform), "offload": offload_of(way, stages)}
 
 

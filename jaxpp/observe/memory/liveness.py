@@ -9,6 +9,7 @@ so these are also the moments of the device. For what a compiled program needs b
 import dataclasses
 import itertools
 import json
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ from jaxtyping import Int
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import LoweredStep, Purpose
-from jaxpp.plan.builder import CALLER, Name
+from jaxpp.plan.builder import CALLER, MemoryCopy, Name
 from jaxpp.runtime.bind import Bound, BoundLine, compile_lines
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import Place, Placement
@@ -72,6 +73,13 @@ class Gathered(NamedTuple):
     stage: int
     device: Device
     num_bytes: int  # on each device
+
+
+class Visiting(NamedTuple):
+    """The bytes of a state in host memory that a step copies to a device and back."""
+
+    brought: int
+    taken: int
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,27 @@ class Liveness:
     def most_hosted(self, device: Device) -> int:
         """The most bytes that wait at once in host memory beside a device."""
         return dataclasses.replace(self, lives=self.hosted, temporaries=(), gathered={}).most(device)
+
+    @cached_property
+    def visiting(self) -> dict[Device, Visiting]:
+        """The bytes of the state that a step copies from host memory to each device, and back."""
+        sizes = {life.name: life.num_bytes for life in (*self.lives, *self.hosted)}
+        sums = {device: {MemoryCopy.TO_DEVICE: 0, MemoryCopy.TO_HOST: 0} for device in self.devices}
+        for line in self.lines:
+            if line.copies is not None and line.action is None and line.place.shown in sums:  # those of an action are residuals
+                sums[line.place.shown][line.copies] += sum(sizes[name] for name in line.outputs)
+        return {device: Visiting(own[MemoryCopy.TO_DEVICE], own[MemoryCopy.TO_HOST]) for device, own in sums.items()}
+
+    def brought(self, num_stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The bytes that a turn of each stage copies from host memory: of its parameters; and in its last turn of the rest."""
+        sizes = {life.name: life.num_bytes for life in self.lives}
+        params, rest = ([Counter[int]() for _ in range(num_stages)] for _ in range(2))  # of each stage by the number of the visit
+        for line in self.lines:
+            for name in line.outputs if line.copies == MemoryCopy.TO_DEVICE and line.action is None else ():
+                own = params if name.ref.role == Role.PARAM else rest
+                own[name.stage][name.microbatch] += sizes[name]
+        most, last = (tuple(max(visits.values(), default=0) for visits in own) for own in (params, rest))
+        return most, last
 
     def alive(self, device: Device, moment: int) -> list[Life]:
         """What a device holds at a moment."""
@@ -213,7 +242,8 @@ def liveness_in_flow(liveness: Liveness, lowered: LoweredStep) -> Liveness:
 
     found = tuple(one for life in liveness.lives for one in lives(life))
     lines, extra = (tuple(each[k] for k in order) if each else () for each in (liveness.lines, liveness.temporaries))
-    return dataclasses.replace(liveness, lines=lines, lives=found, temporaries=extra)
+    whole = {at: liveness.gathered[number] for at, number in enumerate(order) if number in liveness.gathered}
+    return dataclasses.replace(liveness, lines=lines, lives=found, temporaries=extra, gathered=whole)
 
 
 def program_needs(engine: Engine, batch: Batch, key: Tree) -> Needs:

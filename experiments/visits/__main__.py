@@ -1,0 +1,5 @@
+"""``python -m experiments.visits``."""
+
+from experiments.visits.main import main
+
+main()
