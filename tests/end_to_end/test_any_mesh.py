@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpp
-from jaxpp.errors import CutError
+from jaxpp.errors import ArgumentError, CutError
 from jaxpp.schedule import SCHEDULES, make
 from jaxpp.verify import GRAD_FLOOR, compare
 from tests.end_to_end.test_any_model import SETTINGS, drawn, loss_of, variables
@@ -77,7 +77,12 @@ def check(bits, seed):
         except CutError:
             reject()  # a model that cannot be cut into stages of equal work
         pipe = jaxpp.Pipeline(loss_fn, optimizer, **options, **divide)
-        state = pipe.init(first, batch)
+        try:
+            state = pipe.init(first, batch)
+        except ArgumentError as error:
+            if "devices share these evenly" not in str(error):
+                raise
+            reject()  # a loop is cut where an axis of the mesh does not divide the rows of a stage
         pipe.verify(state, batch, *key)
         for _ in range(2):
             state, metrics = pipe.step(state, batch, *key)
