@@ -155,6 +155,35 @@ def test_gradients_are_reduced_over_data_once_a_step():
     assert sum(label.startswith("total") for label in labels) == 2 and labels.count("0B3") == 1
 
 
+@pytest.mark.long
+def test_a_tied_gradient_and_scalars_are_reduced_once_a_step_and_activations_by_the_formula():
+    rows, length, width, depth, microbatches = 16, 8, 16, 2, 2
+    case = gpt_case(batch_size=rows, depth=depth, width=width)
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+    pipe = pipeline(case, clipped, microbatches, mesh=mesh_of(), cuts=["h_1"])
+    pipe.abstract_state(case.params, case.batch)
+    found = pipe.collectives(case.batch, case.key)
+    names, leaves = pipe.engine.placed.names.all_params, jax.tree.leaves(case.params)
+    held = sum(pipe.engine.placement[name.stage].num_bytes(name.ref, leaf) for name, leaf in zip(names, leaves, strict=True))
+    totals = [f"total stage {stage}" for stage in range(2)]
+    assert [found.count(axes="data", program=name) for name in totals] == [1, 1]
+    assert sum(found.num_bytes("all-reduce", ("data",), name) for name in totals) == held + 4  # the tied leaf once, and the loss
+    others = [row for row in found.rows if "data" in row.collective.axes and row.program not in totals]
+    assert {(row.program, row.runs) for row in others} == {("reduce aux 0", 1)}
+    assert sum(row.collective.num_bytes for row in others) <= 32
+    for stage in range(2):
+        assert found.count(axes="model", program=f"update stage {stage}") == 1  # what the norm is made of
+    activation = rows // (2 * microbatches) * length * width * 4
+    runs = {stage: [row for row in found.rows if row.program.endswith(f" of stage {stage}")] for stage in range(2)}
+    over_model = [row for row in (*runs[0], *runs[1]) if row.collective.num_bytes >= activation]
+    assert {(row.runs, row.collective.kind, row.collective.axes) for row in over_model} == {
+        (microbatches, "all-reduce", ("model",))
+    }
+    forward, backward = 1 + 2 * depth, 2 * depth + 1  # the embedding, then two for each block; and back, with the head's
+    apart = 2 * depth  # XLA for CPU reduces the cotangents of query, key and value, and adds them then; XLA for GPUs adds first
+    assert sum(row.collective.num_bytes for row in over_model) == (forward + backward + apart) * activation
+
+
 def test_the_forward_of_two_layers_has_one_all_reduce_over_model():
     case = mlp_case(batch_size=16, depth=4)
     pipe = pipeline(case, mesh=mesh_of(), cuts=["dense_2"], shardings={"dense_[02]": "column", "dense_[13]": "row"})

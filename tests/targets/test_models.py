@@ -241,11 +241,18 @@ def test_a_mesh_of_eight_has_its_collectives():
     model = gpt(dropout=0.0)
     mesh = jax.sharding.Mesh(np.array(jaxpp.target("h100", 8)).reshape(2, 2, 2), ("pipe", "data", "model"))
     rules = {"*/fc": "column", "*/proj": "row", "*/attn": "heads", "embed": "embedding"}
-    pipe = pipeline(model, 2, devices=None, mesh=mesh, shardings=rules, shard="optimizer")
+    pipe = pipeline(model, 2, devices=None, mesh=mesh, shardings=rules, shard="optimizer", cuts=["ln_f"])
     programs = pipe.programs(model.shapes, model.batch)
     assert any(kernel.kind == "collective" for row in programs for kernel in row.kernels)
     found = pipe.collectives(model.batch, jax.random.key(0))
-    assert found.count("all-reduce", ("model",)) > 0
+    tokens = 256 * 16 // (2 * MICROBATCHES)  # of a microbatch
+    activation, losses = tokens * 256 * 2, 3 * tokens * 4  # in bfloat16; the largest logit of each token, and two sums
+    over_model = [row for row in found.rows if row.collective.axes == ("model",) and not row.program.startswith("update")]
+    large = [row.runs for row in over_model if row.collective.num_bytes == activation]
+    once = 1 + 2 + 2 + 1  # embedding, block, backward of the block: query, key and value together; backward of the head
+    assert sum(large) == MICROBATCHES * once
+    total = sum(row.runs * row.collective.num_bytes for row in over_model)
+    assert total == sum(large) * activation + MICROBATCHES * losses
     names, shapes = pipe.engine.placed.names.all_params, jax.tree.leaves(model.shapes)
     held = sum(pipe.engine.placement[name.stage].num_bytes(name.ref, leaf) for name, leaf in zip(names, shapes, strict=True))
     assert found.num_bytes("reduce-scatter", ("data",)) == 2 * found.num_bytes("all-gather", ("data",)) == held  # once a step
