@@ -373,7 +373,7 @@ def test_every_moment_of_steps_in_flow_is_as_forecast(monkeypatch):
     gc.collect()
     state, _ = pipe.step(state, x)
     levels = liveness.levels[device][1:-1].sum(axis=1)
-    differences = np.asarray(found) - levels
+    differences = np.asarray(found) - levels - (found[0] - levels[0])  # other tests may have left arrays there
     assert len(found) == len(levels)
     wrong = [f"{line.label}: {d}" for line, d in zip(liveness.lines, differences, strict=True) if d // 64]
     assert not wrong, wrong
