@@ -8,7 +8,7 @@ nothing runs or is allocated. A block is a stage; ``looped-bfs`` runs all microb
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -120,11 +120,10 @@ class Result(Findings):
 def plan(config: Config, name: str, gpus: int) -> tuple[jaxpp.Pipeline, Params, Batch]:
     """The pipeline of a model, and the shapes of its parameters and of a batch."""
     size = MODELS[name]
-    sizes = {"vocab_size": size.vocabulary, "width": size.width, "depth": size.depth, "num_heads": size.heads}
-    model = GPT(**sizes, max_length=config.length, dropout=0.0, dtype="bfloat16", head=False)
+    model = GPT(size.vocabulary, config.length, size.width, size.depth, size.heads, dropout=0.0, dtype="bfloat16", head=False)
 
     def loss_fn(params: Params, tokens: Batch) -> jax.Array:
-        hidden = model.apply({"params": params}, tokens[:, :-1])
+        hidden = cast("jax.Array", model.apply({"params": params}, tokens[:, :-1]))
         return jaxpp.linear_cross_entropy(hidden, params["embed"]["embedding"], tokens[:, 1:]).mean()
 
     stages = size.depth // gpus * gpus
