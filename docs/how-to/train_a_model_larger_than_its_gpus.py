@@ -152,7 +152,11 @@ for width, depth in ((4096, 40), (6656, 60)):
         assert copies < seconds and on_card < 0.75 * card.memory
 
 # %% [markdown]
-# These are the peaks of the maker, and no card reaches them. `jaxpp.target("rtx-4090", 2)` makes devices that compile the real
+# These are the peaks of the maker, and no card reaches them. A card also holds about twice as much as this, as the stage with the
+# head has the embedding too and its programs need temporaries: the forecast is 9 GiB for 8 billion parameters and 19 GiB for 32
+# billion, for which JAX must be given more of the card than its usual three quarters.
+#
+# `jaxpp.target("rtx-4090", 2)` makes devices that compile the real
 # programs, and `pipe.forecast(shapes, batch)` then prints the bytes on each card and on the host, the least time of a step, and
 # whether the copies hide, without a card: [the experiment](../../experiments/visits/README.md) has the table for these models.
 #
