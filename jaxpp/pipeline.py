@@ -507,6 +507,8 @@ class Pipeline(Forward):
                 leaves = given.outcome().state if isinstance(given, Tail) else given
                 outcome = setup.runner.step(task, leaves, batch, key, donate=donate, hold=hold.begin)
             except BaseException as error:
+                if tail is not None and tail.failed:  # there is no state, and the error says so
+                    raise
                 if num_gone(state):  # not the copies of one elsewhere
                     error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
                 elif not isinstance(error, Exception) and not hold.begun:

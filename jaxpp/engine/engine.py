@@ -376,7 +376,7 @@ class Engine:
             return lowered
         pairs = zip(self.placed.names.flat(), found.state.flat(), strict=True)
         state = {bound.resolve(before): bound.resolve(after) for before, after in pairs}
-        wanted = [bound.resolve(name) for name in (found.loss, *found.aux)]
+        wanted = [bound.resolve(name) for name in (found.loss, *found.aux, *found.state.model_state)]
         schedule = self.options.schedule
         lines, flow = in_flow(bound.lines, self.placement.places, schedule, state, wanted)
         return dataclasses.replace(lowered, bound=dataclasses.replace(bound, lines=tuple(lines)), flow=flow)
@@ -466,7 +466,11 @@ class Engine:
                 if known is None:
                     slots[slot] = value
         else:
-            dispatch([(slots, plan.instructions[: lowered.flow.body])])
+            try:
+                dispatch([(slots, plan.instructions[: lowered.flow.body])])
+            except BaseException:
+                slots.clear()  # as in ``execute``
+                raise
         return Tail(plan, lowered, lowered.flow, slots)
 
     def _arguments(

@@ -35,17 +35,21 @@ from jaxpp.types import Array, Aval, Device, Home, Leaf, Params, Tree
 _RESTORE = "checkpointer.restore(path, pipe.abstract_state(...))"
 
 
-class _Part:
-    """A part of a state: kept as the pipeline holds it, seen with whole leaves; stand-ins for those of several processes."""
-
-    def __init__(self, *default: Tree):
-        self._default = default
+class _Field:
+    """A field of a dataclass that is seen otherwise than it is kept."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __set__(self, state: "State", part: Tree) -> None:
-        vars(state)[self._name] = part
+    def __set__(self, of: object, value: Tree) -> None:
+        vars(of)[self._name] = value
+
+
+class _Part(_Field):
+    """A part of a state: kept as the pipeline holds it, seen with whole leaves; stand-ins for those of several processes."""
+
+    def __init__(self, *default: Tree):
+        self._default = default
 
     def __get__(self, state: "State | None", owner: type | None = None) -> Tree:
         if state is not None:
@@ -77,17 +81,17 @@ class State:
         opt_state: the optax state for the whole of it.
         model_state: what the loss hands on from microbatch to microbatch (running statistics); ``()`` without ``has_state``.
         loss_scale: the object passed as ``loss_scale``, as the steps have changed it; ``()`` without one.
+        step: how many steps were taken, those that ``loss_scale`` skipped included; counted on the host: reading it does not wait.
         previous: with ``delay=1``, the parameters before the last step, of which the next step's gradients are; a tree like
             ``params``, with None for what no step changes. ``()`` without ``delay``.
-        step: how many steps were taken, those that ``loss_scale`` skipped included; counted on the host: reading it does not wait.
     """
 
     params: Params = _Part()
     opt_state: Tree = _Part()
     model_state: Tree = _Part(())
     loss_scale: Tree = _Part(())
-    previous: Params = _Part(())
     step: int = 0
+    previous: Params = _Part(())
 
     def __post_init__(self):
         _make_serializable()
@@ -116,6 +120,11 @@ class State:
 
     def _repr_html_(self) -> str:
         return html_remarks([_title(self)]) + html_table(_cells(self))
+
+
+def _of_parts(parts: Sequence[Tree], step: int | None = 0) -> State:
+    """The state with these parts, in the order of ``_PARTS``."""
+    return State(**dict(zip(_PARTS, parts, strict=True)), step=step)  # pyright: ignore[reportArgumentType]
 
 
 _REST = "_rest"  # under this name a state whose step is in flow has what makes its parts
@@ -152,17 +161,11 @@ def _make_serializable() -> None:
     serialization.register_serialization_state(State, write, read)
 
 
-class _Later:
+class _Later(_Field):
     """A field of metrics that the rest of a step may report: it is asked when somebody reads the field."""
 
     def __init__(self, nothing: Callable[[], Tree] = lambda: None):
         self._nothing = nothing
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __set__(self, metrics: "Metrics", value: Tree) -> None:
-        vars(metrics)[self._name] = value
 
     def __get__(self, metrics: "Metrics | None", owner: type | None = None) -> Tree:
         if metrics is None:
@@ -178,11 +181,11 @@ class Report:
 
     def __init__(self, tail: Tail, read: Callable[[Outcome[Array]], Mapping[str, Tree]]):
         self._tail: Tail | None = tail
-        self._read, self._values = read, dict[str, Tree]()
-        tail.then.append(self._take)
+        self._values = dict[str, Tree]()
+        tail.then.append(lambda outcome: self._take(read(outcome)))
 
-    def _take(self, outcome: Outcome[Array]) -> None:
-        self._values, self._tail = dict(self._read(outcome)), None  # metrics that are kept hold no state
+    def _take(self, values: Mapping[str, Tree]) -> None:
+        self._values, self._tail = dict(values), None  # metrics that are kept hold neither a state nor a pipeline
 
     def get(self, name: str) -> Tree:
         """A value; the rest of the step is handed over for it if that is left to do."""
@@ -354,7 +357,7 @@ class States:
 
     def wrap(self, groups: Leaves[Array], step: int | None = 0) -> State:
         """The state that has these leaves, each on its owner, after so many steps; None: it is not counted."""
-        return State(*self.parts(groups), step=step)  # pyright: ignore[reportArgumentType]
+        return _of_parts(self.parts(groups), step)
 
     def parts(self, groups: Leaves[Array]) -> tuple[Tree, ...]:
         """The parts of the newest state, which has these leaves."""
@@ -376,11 +379,11 @@ class States:
         tree = jax.tree.structure(joined(self._fill(self._shapes), whole_shape))
         pairs = zip(map(whole_shape, self._nodes(self._shapes)), self._nodes(self._homes), strict=True)
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=joined_home(home)) for aval, home in pairs]
-        return State(*tree.unflatten(leaves))
+        return _of_parts(tree.unflatten(leaves))
 
     def check(self, state: State) -> None:
         """Refuse a state, or the shapes of one, that is not of this pipeline's parameters and optimizer."""
-        shapes = State(*joined(state.held, whole_shape))
+        shapes = _of_parts(joined(state.held, whole_shape))
         pairs = zip(_PARTS, shapes.held, self._abstract.held, strict=True)
         if wrong := [line for name, found, wanted in pairs for line in _differences(found, wanted, f"state.{name}")]:
             rule = "pipelines of one state have the same parameters, optimizer and model state"
@@ -390,7 +393,7 @@ class States:
         """Refuse another pipeline's states if leaves of them live elsewhere."""
         if self._homes != other._homes:
             paths = [
-                jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(State(*self._fill(self._shapes)))
+                jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(_of_parts(self._fill(self._shapes)))
             ]
             pairs = zip(paths, self._homes, other._homes, strict=True)
             got = [f"state{path}: {there} instead of {here}" for path, here, there in pairs if here != there][:8]
@@ -516,7 +519,7 @@ def _check_state(state: object, expected: State) -> None:
     if not isinstance(state, State):
         fix = f"{again}; a checkpoint comes back as one if it is restored to the shapes of one, {_RESTORE}"
         raise StateError(where, "a state is a jaxpp.State", type(state).__name__, fix)
-    shapes = State(*joined(state.held, whole_shape))
+    shapes = _of_parts(joined(state.held, whole_shape))
     parts = list(zip(_PARTS, shapes.held, expected.held, strict=True))
     if odd := [found for name, part, wanted in parts for found in _differences(part, wanted, f"state.{name}")]:
         rule = "a state has the trees of parameters, optimizer and model state that this pipeline was initialised with"

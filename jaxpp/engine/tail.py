@@ -1,12 +1,12 @@
 """What is left of a step in flow: its last backwards and its update, which the next step hands over between its forwards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from jaxpp.engine.outcome import LoweredStep, Outcome
 from jaxpp.errors import StateError
 from jaxpp.plan.flow import Flow
-from jaxpp.plan.plan import Plan
+from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.execute import Slots, dispatch
 from jaxpp.runtime.interrupts import held
 from jaxpp.types import Array
@@ -25,8 +25,14 @@ class Tail:
         self._failed: BaseException | None = None
         self.then = list[Callable[[Outcome[Array]], None]]()  # called once with what the step returns
 
+    @property
+    def failed(self) -> bool:
+        """Whether handing it over has raised an error: then there is no state after its step."""
+        return self._failed is not None
+
     def outcome(self) -> Outcome[Array]:
         """What the step returns, handed over now unless that was done."""
+        self._check()
         if self._outcome is None:
             with held():  # Ctrl-C waits, as in an update
                 return self._finished()
@@ -34,31 +40,46 @@ class Tail:
 
     def beside(self, plan: Plan, flow: Flow, slots: Slots) -> Outcome[Array]:
         """Hand over the rest between the lines of the next step's body, which has these slots; what this step returns."""
+        self._check()
         runs = self.flow.then(flow)
         steps = {True: (self._slots, self._left), False: (slots, iter(plan.instructions[: flow.body]))}
-        parts = ((steps[mine][0], islice(steps[mine][1], count)) for mine, count in runs)
+        running = False
+
+        def parts() -> Iterator[tuple[Slots, Iterator[Instruction]]]:
+            nonlocal running
+            for running, count in runs:
+                yield steps[running][0], islice(steps[running][1], count)
+
         try:
-            dispatch(parts)
-        except BaseException:
+            dispatch(parts())
+        except BaseException as error:
             slots.clear()
-            self._finished()  # what has failed is the next step
+            if running:
+                self._fail(error)
+            else:
+                self._finished()  # what has failed is the next step
             raise
         return self._finished()
 
     def _finished(self) -> Outcome[Array]:
-        if self._failed is not None:
-            rule, fix = "a step that failed in part left no state", "go on from a checkpoint, pipe.step(restored, ...)"
-            raise StateError(
-                "state", rule, "the rest of its step, which was handed over later, raised an error", fix
-            ) from self._failed
         try:
             dispatch([(self._slots, self._left)])
         except BaseException as error:
-            self._failed = error
-            self._slots.clear()
+            self._fail(error)
             raise
         self._outcome = outcome = self.lowered.outcome([self._slots[slot] for slot in self.plan.outputs])
         self._slots.clear()
         for tell in self.then:
             tell(outcome)
         return outcome
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            rule, fix = "a step that failed in part left no state", "go on from a checkpoint, pipe.step(restored, ...)"
+            got = "the rest of its step, which was handed over later, raised an error"
+            raise StateError("state", rule, got, fix) from self._failed
+
+    def _fail(self, error: BaseException) -> None:
+        error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
+        self._failed = error
+        self._slots.clear()

@@ -439,6 +439,63 @@ def test_a_step_that_fails_leaves_the_step_before_it_whole(monkeypatch):
     pipe.step(expected, X)
 
 
+def test_the_rest_of_a_step_that_fails_leaves_no_state_and_says_so(monkeypatch):
+    pipe = pipeline(stages=3, microbatches=4, delay=1)
+    state, metrics = pipe.step(pipe.init(PARAMS, X), X)
+    plain = execute.dispatch
+
+    def failing(parts, observer=None):
+        def seen(instructions):
+            for instruction in instructions:
+                if instruction.label == "update stage 1":
+                    raise RuntimeError("RESOURCE_EXHAUSTED")
+                yield instruction
+
+        plain(((slots, seen(instructions)) for slots, instructions in parts), observer)
+
+    monkeypatch.setattr("jaxpp.engine.tail.dispatch", failing)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED") as error:
+        pipe.step(state, X)
+    assert any("go on from a checkpoint" in note for note in error.value.__notes__)
+    monkeypatch.undo()
+    for ask in (lambda: state.params, lambda: pipe.state, lambda: metrics.grad_norm, lambda: pipe.step(state, X)):
+        with pytest.raises(StateError, match="a step that failed in part left no state"):
+            ask()
+    pipe.step(pipe.init(PARAMS, X), X)
+
+
+def test_a_step_that_fails_holds_nothing_of_it(monkeypatch):
+    pipe = pipeline(stages=3, microbatches=4, delay=1)
+    state = pipe.init(PARAMS, X)
+    seen, plain = [], execute.dispatch
+
+    def failing(parts, observer=None):
+        (slots, instructions), *_ = parts
+        plain([(slots, instructions[:20])], observer)
+        seen.append(slots)
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr("jaxpp.engine.engine.dispatch", failing)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        pipe.step(state, X)
+    assert seen == [[]], "a traceback that is kept holds the list, and nothing in it"
+    monkeypatch.undo()
+    pipe.step(state, X)
+
+
+@pytest.mark.long
+def test_model_state_of_replicas_flows_too():
+    variables = deep_init(), {"mean": jnp.zeros(WIDTH)}
+    results = []
+    for ends in (False, True):
+        options = {"num_stages": 2, "num_microbatches": 3, "data_parallel": 2, "has_state": True}
+        pipe = jaxpp.Pipeline(counting, OPTIMIZERS["sgd"], delay=1, **options)
+        state, _ = flowing(pipe, variables, training_steps(), ends=lambda _, ends=ends: ends)
+        assert ends or tail_of(state, pipe.engine) is not None
+        results.append(state)
+    equal(*results)
+
+
 def test_what_cannot_be_late_is_refused():
     with pytest.raises(ArgumentError, match=r"delay=2: gradients are of the parameters"):
         pipeline(delay=2)

@@ -267,7 +267,7 @@ def test_a_state_prints_what_it_holds_whatever_it_holds(sliced):
     assert repr(shaped).startswith("State of a pipeline: shapes, no arrays\n") and "cpu" not in repr(shaped)
     here = repr(jax.device_get(state)).splitlines()
     assert here[0] == "State after 1 step" and all(row.endswith(" B   host") for row in here[2:])
-    odd = jaxpp.State({"a": {}, "b": optax.MaskedNode()}, (optax.EmptyState(), jax.random.key(0)), {"n": 1}, None, step="soon")
+    odd = jaxpp.State({"a": {}, "b": optax.MaskedNode()}, (optax.EmptyState(), jax.random.key(0)), {"n": 1}, None, "soon")
     assert repr(odd).splitlines()[0] == "State of a pipeline" and "opt_state       1        1    8 B  cpu:0" in repr(odd)
     assert repr(jaxpp.State({}, ())).splitlines()[0] == "State after 0 steps"
     for each in (state, target, shaped, odd, jax.tree.map(lambda leaf: None, state), jaxpp.State({}, ())):
