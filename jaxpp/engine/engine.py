@@ -455,8 +455,6 @@ class Engine:
         plan, lowered = self.plan("update", batch, key)
         if lowered.flow is None:
             return None
-        if isinstance(given, Tail) and len(given.lowered.step.sizes) != len(lowered.step.sizes):  # its schedule is another one
-            given = given.outcome().state
         leaves = given.first.state if isinstance(given, Tail) else given
         slots = first_slots(plan, self._arguments(lowered, "update", leaves, batch, key))
         if isinstance(given, Tail):

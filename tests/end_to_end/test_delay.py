@@ -18,8 +18,11 @@ from jaxpp.engine.state import tail_of
 from jaxpp.errors import ArgumentError, StateError
 from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.observe.memory.liveness import liveness_in_flow, step_liveness
+from jaxpp.plan.builder import Builder, Name
+from jaxpp.plan.flow import in_flow
 from jaxpp.runtime import execute
-from jaxpp.schedule import SCHEDULES
+from jaxpp.schedule import SCHEDULES, Action, Kind, make
+from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.models import LAYERS, PARAMS, X, gpt_case, looped, loss_fn, mlp_case, pipeline, schedule_for
 from tests.random_models import random_model
@@ -522,6 +525,21 @@ def test_no_stage_waits_for_the_update_of_another():
     labels = [line.label for line in lowered.bound.lines]
     assert lowered.flow.body < labels.index("update stage 2") < labels.index("update stage 1") < labels.index("update stage 0")
     assert labels.index("update stage 2") < labels.index("0B3")
+
+
+def test_a_step_whose_forwards_read_what_the_update_makes_does_not_flow():
+    program = Program(lambda *values: list(values), (), (), ())
+    old, new, activation, grad = (
+        Name(0, Ref(role, 0, peer=k)) for k, role in enumerate((Role.PARAM, Role.PARAM, Role.RESIDUAL, Role.GRAD))
+    )
+    builder = Builder()
+    builder.compute("0F0", program, 0, [old], [activation], (), Action(0, Kind.F, 0))
+    builder.compute("0B0", program, 0, [activation], [grad], (), Action(0, Kind.B, 0))
+    builder.compute("update", program, 0, [grad], [new], ())
+    one = make("1f1b", num_ranks=1, num_microbatches=1)
+    lines, flow = in_flow(builder.lines, ["here"], one, {}, [])
+    assert (flow.body, [line.label for line in lines]) == (1, ["0F0", "0B0", "update"])
+    assert in_flow(builder.lines, ["here"], one, {old: new}, []) == (builder.lines, None)
 
 
 def tier(seed):
