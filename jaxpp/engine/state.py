@@ -63,7 +63,6 @@ class _Part(_Field):
 _PARTS = ("params", "opt_state", "model_state", "loss_scale", "previous")
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False, eq=False)
 class State:
     """What training changes: ordinary trees whose leaves live on the stages that own them, and how many steps were taken.
@@ -130,6 +129,23 @@ def _of_parts(parts: Sequence[Tree], step: int | None = 0) -> State:
 _REST = "_rest"  # under this name a state whose step is in flow has what makes its parts
 
 
+def _names(state: State) -> tuple[str, ...]:
+    """The parts of a state as a tree; without ``delay`` there is no ``previous``, and checkpoints have the tree that they had."""
+    settle(state)
+    return tuple(name for name in vars(state) if name != "previous" or not _is_nothing(vars(state)[name]))
+
+
+def _is_nothing(part: Tree) -> bool:
+    return isinstance(part, tuple) and not part
+
+
+jax.tree_util.register_pytree_with_keys(
+    State,
+    lambda state: ([(jax.tree_util.GetAttrKey(name), getattr(state, name)) for name in _names(state)], _names(state)),
+    lambda names, parts: State(**dict(zip(names, parts, strict=True))),
+)
+
+
 def settle(state: State) -> None:
     """Hand over the rest of the step that made a state, if that is left to do; whoever looks at a state does so."""
     if (rest := vars(state).get(_REST)) is not None:
@@ -148,13 +164,11 @@ def _make_serializable() -> None:
     from flax import serialization  # noqa: PLC0415  (takes a fifth of a second)
 
     def write(state: State) -> dict[str, Tree]:
-        settle(state)
-        return {name: serialization.to_state_dict(getattr(state, name)) for name in vars(state)}
+        return {name: serialization.to_state_dict(getattr(state, name)) for name in _names(state)}
 
     def read(state: State, parts: dict[str, Tree]) -> State:
-        settle(state)
-        if parts.keys() != vars(state).keys():
-            raise ValueError(f"a State has the parts {', '.join(vars(state))}, not {', '.join(map(str, parts))}")
+        if parts.keys() != set(_names(state)):
+            raise ValueError(f"a State has the parts {', '.join(_names(state))}, not {', '.join(map(str, parts))}")
         restored = {name: serialization.from_state_dict(getattr(state, name), part, name=name) for name, part in parts.items()}
         return state.replace(**restored)
 

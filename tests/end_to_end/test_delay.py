@@ -304,6 +304,15 @@ def test_a_checkpoint_of_steps_in_flow_goes_on_with_the_same_bits(tmp_path):
     compare("state", run(True).replace(step=0), run(False).replace(step=0))
 
 
+def test_a_state_without_delay_has_the_tree_that_checkpoints_have():
+    state, late = (pipeline(delay=delay).init(PARAMS, X) for delay in (0, 1))
+    paths = {jax.tree_util.keystr(path[:1]) for path, _ in jax.tree_util.tree_leaves_with_path(state)}
+    assert paths == {".params", ".opt_state", ".step"}
+    assert "previous" not in serialization.to_state_dict(state)
+    assert ".previous" in {jax.tree_util.keystr(path[:1]) for path, _ in jax.tree_util.tree_leaves_with_path(late)}
+    equal(serialization.from_state_dict(late, serialization.to_state_dict(late)), late)
+
+
 def versions_alive(shape, devices):
     buffers = {
         shard.data.unsafe_buffer_pointer()
