@@ -20,7 +20,9 @@ from jaxpp.schedule.draw.canvas import group_colour, new_figure
 
 __all__ = ["Config", "Result", "Row", "main", "run", "table"]
 
-SMOOTHED = 20
+MODEL = Training(width=64, depth=2, heads=2, microbatches=4, eval_batches=32, sample=1)
+"""A model small enough to be trained until it hardly gains any more."""
+SMOOTHED = 50
 """Steps whose mean loss is one point of the figure."""
 
 
@@ -41,10 +43,10 @@ class Config:
     """
 
     optimizers: tuple[OptimizerName, ...] = tuple(RATES)
-    feedback: float = 0.5
-    steps: int = 300
+    feedback: float = 1.0
+    steps: int = 2000
     seeds: tuple[int, ...] = (0,)
-    stages: int = 4
+    stages: int = 2
     plain: Flag = False
     figure: Path = Path("experiments/lm/out/delay.png")
     no_figure: Flag = False
@@ -54,7 +56,7 @@ class Config:
         check_numbers(self, zero=("seeds",))
         check_figure(self)
         if not self.feedback > 0:
-            raise ConfigError(f"--feedback {self.feedback}: a correction adds something. Fix: pass a number above 0, such as 0.5.")
+            raise ConfigError(f"--feedback {self.feedback}: a correction adds something. Fix: pass a number above 0, such as 1.")
 
 
 @dataclass(frozen=True)
@@ -98,20 +100,20 @@ class Result(Findings):
     figure: Path | None
 
 
-def run(config: Config, training: Training | None = None) -> Result:
+def run(config: Config, training: Training = MODEL) -> Result:
     """Train with every optimizer and seed: without delay, with it, and with the correction.
 
     Args:
         config: what to compare.
-        training: the model and its batches, instead of the default; all else is taken from ``config``.
+        training: the model and its batches; all else is taken from ``config``.
     """
     figure, rows = figure_file("lm.delay", config), []
     for seed in config.seeds:
         for optimizer in config.optimizers:
             for delay, feedback in ((0, 0.0), (1, 0.0), (1, config.feedback)):
                 options: dict[str, Any] = {"optimizer": optimizer, "delay": delay, "feedback": feedback, "seed": seed}
-                options |= {"steps": config.steps, "stages": config.stages, "plain": config.plain, "sample": 1}
-                found = train(dataclasses.replace(training or Training(eval_every=config.steps, eval_batches=32), **options))
+                options |= {"steps": config.steps, "stages": config.stages, "plain": config.plain}
+                found = train(dataclasses.replace(training, eval_every=config.steps, **options))
                 rows.append(Row(optimizer, delay, feedback, seed, found.val_losses[-1][1], found.losses))
                 tqdm.write(f"{optimizer}, {rows[-1].how}, seed {seed}: held-out loss {rows[-1].held_out:.4f}")
     result = Result(config, tuple(rows), figure)

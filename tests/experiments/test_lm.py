@@ -107,7 +107,7 @@ def test_the_table_of_delays_says_what_each_optimizer_loses(story, tmp_path):
     assert [line.split()[0] for line in (adamw, sgd)] == ["adamw", "sgd"]
     waits, late, added = map(float, adamw.split()[1:4])
     assert added == pytest.approx(late - waits, abs=2e-4)
-    assert "<svg" in found.figure.read_text()
+    assert "<svg" in config.figure.read_text()
     with pytest.raises(ConfigError, match="--feedback 0: a correction adds something"):
         delay.Config(feedback=0)
 
