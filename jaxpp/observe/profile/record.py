@@ -31,6 +31,7 @@ from jaxpp.observe.profile.profile import Clock, Profile, RingPass
 from jaxpp.observe.profile.spans import Span, Stamp, beginning, durations_of, isolated_spans, traced_spans, watched_spans
 from jaxpp.observe.profile.trace import STEP, DamagedTraceError, Run, TraceError, matched, read_runs
 from jaxpp.plan.builder import CALLER, Name
+from jaxpp.plan.flow import Flow
 from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.bind import Bound, BoundLine
@@ -314,10 +315,11 @@ class Flowing(Steps):
 
     def run(self, observer: Observer | None = None, *, watched: bool = False) -> Tree:
         """Hand all steps over; what they report is waited for too."""
-        given, told = self.leaves, list[Tree]()
+        given: Leaves[Array] | Tail = self.leaves
+        told = list[Tree]()
         for _ in range(self._num_steps):
-            given = self.engine.flow(given, self.batch, self.key, _nothing, observer=observer, watched=watched)
-            assert given is not None, "these steps flow"
+            options = {"observer": observer, "watched": watched}
+            given = cast("Tail", self.engine.flow(given, self.batch, self.key, _nothing, **options))
             given.then.append(lambda outcome: told.append(outcome._replace(state=Leaves())))
         self.leaves = cast("Tail", given).outcome(observer).state
         return told, self.leaves
@@ -549,8 +551,7 @@ def _later(line: Instruction, first: int) -> tuple[str, About]:
 
 def flowing_plan(plan: Plan, lowered: LoweredStep, num_steps: int) -> Plan:
     """Steps in flow as one plan to look at, not to run: each takes the state of the one before it."""
-    flow, count = lowered.flow, len(lowered.step.sizes)
-    assert flow is not None, "these steps flow"
+    flow, count = cast("Flow", lowered.flow), len(lowered.step.sizes)
     made = lowered.outcome(cast("Sequence[Array]", plan.outputs)).state.flat()  # where a step has what is the next one's state
     late = [lowered.bound.resolve(name) in flow.late for name in lowered.results.state.flat()]
     slots = [dict[int, int]() for _ in range(num_steps)]
