@@ -73,6 +73,7 @@ class Options:
     devices_warning: DevicesWarning | None = None  # what to tell the user of devices that nobody named
     made_to_measure: bool = False  # whether the schedule is yet to be found for what the stages will take: schedule="auto"
     axes: RankAxes = ONE_DEVICE  # of a rank, which functions may name
+    by_list: bool = False  # whether devices were listed, those of a rank of several in a list of its own; else there is a mesh
     allow_int: bool = True  # whether parameters may have leaves of types without a gradient, which are frozen
     is_loss: bool = True  # False: loss_fn is a function that returns outputs, with has_state (new_model_state, outputs)
 
@@ -135,7 +136,7 @@ class Options:
         others["offload"] = others["remat"]
         given = {name: settled[name](value) if name in settled else value for name, value in others.items()}
         given["made_to_measure"] = auto
-        given["axes"] = axes_of(widest, mesh, known)
+        given |= {"axes": axes_of(widest, mesh, known), "by_list": mesh is None}
         called = "loss_fn" if others.get("is_loss", True) else "fn"
         if devices is None and mesh is None:
             given["devices_warning"] = devices_warning(made, places, data_parallel, by_name=isinstance(schedule, str))

@@ -252,7 +252,7 @@ class _Layouts:
                 shards, loss, widths, "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...]"
             )
         divided_on = {stage for spec, stages in zip(shards, readers, strict=bool(shards)) if any(spec) for stage in stages}
-        idle = () if loss.graph.sharded else undivided_warnings(options.placement, divided_on, by_list=options.axes.whole is None)
+        idle = () if loss.graph.sharded else undivided_warnings(options.placement, divided_on, by_list=options.by_list)
         first = tracing.cut(loss, cuts, owner, merge.reducers, state_owner=None if like is None else like.state_owner)
         layout = Layout(
             given=given,
