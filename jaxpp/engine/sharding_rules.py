@@ -52,7 +52,8 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes, *, evenly: bool = 
     ``shardings``: rules, ``PartitionSpec``s or ``NamedSharding``s by path or pattern; a tree of these; a function of a path and a
     shape that returns one; pairs of a regular expression and a ``PartitionSpec``, of which the first that is found in a path
     counts; or Flax's logical axis rules (pairs of names), for parameters with such names. None: as the parameters say themselves,
-    by Flax's metadata (axes of the mesh), or as arrays that are sharded already. ``axes`` say what the names in specs stand for. Not ``evenly``: ranks are of unequal width, and ``check_even`` says later whether each can share what it holds.
+    by Flax's metadata (axes of the mesh), or as arrays that are sharded already. ``axes`` say what the names in specs stand
+    for. Not ``evenly``: ranks are of unequal width, and ``check_even`` says later whether each can share what it holds.
 
     Raises:
         ArgumentError: rules that fit no parameter, or shardings that cannot be.

@@ -528,6 +528,23 @@ def test_the_users_own_sharding_is_that_of_a_wide_rank_and_nothing_on_a_narrow_o
 
 
 @LONG
+def test_the_users_own_sharding_needs_no_mesh_and_rules_may_be_a_function():
+    # Where lists of devices stand for ranks, JAX asked for a mesh, and a function that names "model" was refused.
+    def between(x):
+        x = jax.lax.with_sharding_constraint(x, P(None, "model"))
+        return jax.shard_map(jnp.sin, in_specs=P(None, "model"), out_specs=P(None, "model"))(x)
+
+    def loss_fn(params, batch):
+        return chain(params, batch, between)
+
+    params, batch = wide(SETS[0]), wide(BATCH)
+    pipe = pipeline(loss_fn, WIDE_FIRST, shardings=lambda path, shape: P(None, "model"))
+    state, metrics = trained(pipe, pipe.init(params, batch), batch, None, 2)
+    near((metrics.loss, state.params), plain(lambda p, b: chain(p, b, jnp.sin), params, batch, None, 2))
+    pipe.verify(state, batch)
+
+
+@LONG
 def test_forwards_and_generations_equal_those_of_one_device():
     case = CASES["gpt"]()
     batch = case.batch[:, :-1]

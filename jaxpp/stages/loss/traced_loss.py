@@ -274,9 +274,10 @@ class TracedLoss:
         return self._prefixes[self.is_own(leaf)]
 
     def spellings(self, leaf: int, path: str) -> tuple[str, ...]:
-        """What users call a parameter leaf of this path: so, or below what all paths share, or without what a task's begin with."""
-        below = path[len(self._prefix(leaf)) :].lstrip("/")
-        return (path, path.removeprefix(f"{OWN_NAME}/"), below, f"{OWN_NAME}/{below}") if self.is_own(leaf) else (path, below)
+        """What users call a parameter leaf of this path: so, or without the first parts of what all paths begin with."""
+        shared, parts = self._prefix(leaf), path.split("/")
+        below = ["/".join(parts[k:]) for k in range(len(shared.split("/")) * bool(shared) + 1)]
+        return (*below, *(f"{OWN_NAME}/{each}" for each in below)) if self.is_own(leaf) else tuple(below)
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
