@@ -286,8 +286,8 @@ def _balance_of(balance: object, places: Sequence[Place]) -> object:
     if balance not in ("cost", "flops", "time", "memory"):
         rule = 'a loss is cut by "cost" (estimated), "flops" (counted), "time" (measured) or "memory" (estimated)'
         raise ArgumentError("balance", rule, repr(balance), 'pass balance="time" or balance="memory", or leave it out')
-    if balance in ("time", "memory") and len({place.num_shards for place in places}) > 1:
-        rule = "what a stage takes or holds is found before it is known on how many devices it will be"
+    if balance == "memory" and len({place.num_shards for place in places}) > 1:
+        rule = "what a stage holds is found before it is known on how many devices it will be"
         got = f"ranks of {', '.join(str(place.num_shards) for place in places)} devices"
         fix = "leave balance out, and a rank gets work in proportion to its devices; or pass cuts=[...]"
         raise ArgumentError(f"balance={balance!r}", rule, got, fix)
