@@ -31,7 +31,7 @@ from jaxpp.stages.loss.traced_loss import key_implementation
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.stages.stage import StageCode
 from jaxpp.targets import Target, compiles_only, device_name, target_of
-from jaxpp.types import Aval, Device
+from jaxpp.types import Aval, Device, Home
 
 _RUNS = 5
 _LARGE = 1 << 20  # elements of the array whose send tells what a byte costs
@@ -72,8 +72,8 @@ def action_times(
             continue
         chosen = dict(zip(job.free_inputs, given, strict=True))
         pairs = zip(job.program.inputs, job.program.avals, strict=True)
-        values = [(_zeros(job.place.aval(ref, aval)), chosen.get(k) or job.place.home(ref)) for k, (ref, aval) in enumerate(pairs)]
-        runs = [_timed(call, [put(value, home) for value, home in values])[0] for _ in range(_RUNS + 1)]
+        wanted = [(job.place.aval(ref, aval), chosen.get(k) or job.place.home(ref)) for k, (ref, aval) in enumerate(pairs)]
+        runs = [_timed(call, [_zeros(*each) for each in wanted])[0] for _ in range(_RUNS + 1)]
         times[ordered.index(kind), stage] = _median(runs)[0]
     return {kind: own.tolist() for kind, own in zip(ordered, _of_all(times, devices), strict=True)}
 
@@ -110,7 +110,7 @@ def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list
         if moved and compiles_only(device):
             times[0, stage] = copy_seconds(sum(map(count_bytes, moved)), _numbers(device, "copies to host memory"))
         elif is_here(device) and moved:
-            arrays = [put(_zeros(aval), device) for aval in moved]
+            arrays = [_zeros(aval, device) for aval in moved]
             homes = [array.sharding for array in arrays]
             ways = [memory_copies(homes, to_host=to_host) for to_host in (True, False)]  # the copies that a plan makes
             runs: tuple[list[_Times], ...] = ([], [])
@@ -176,7 +176,7 @@ def _send_seconds(source: Device, target: Device, size: int) -> float:
     send = Send(target, source, aval).bind() if crosses else lambda value: (put(value, target),)
     runs = []
     for _ in range(_RUNS + 1):
-        arguments = [jax.block_until_ready(put(_zeros(aval), source))] if is_here(source) else []
+        arguments = [jax.block_until_ready(_zeros(aval, source))] if is_here(source) else []
         if crosses:
             begin_together()
         runs.append(_timed(send, arguments)[0])
@@ -201,11 +201,12 @@ def _of_all(mine: np.ndarray, devices: Sequence[Device]) -> np.ndarray:
     return rows_of_all(mine).sum(axis=0) if len(processes_of(devices)) > 1 else mine
 
 
-def _zeros(aval: Aval) -> jax.Array:
+def _zeros(aval: Aval, home: Home) -> jax.Array:
+    """Made where they are to be: a stage may be too large for one device."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, aval)
-        return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=key_implementation(aval))
-    return jnp.zeros(aval.shape, aval.dtype)
+        return put(jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=key_implementation(aval)), home)
+    return jnp.zeros(aval.shape, aval.dtype, device=home)
 
 
 def clock_of(costs: Sequence[float], seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:
