@@ -202,7 +202,12 @@ def _is_named(path: str, pattern: str) -> bool:
 
 def _is_found(path: str, pattern: str) -> bool:
     """Whether a regular expression is found in a path."""
-    return re.search(pattern, path) is not None
+    try:
+        return re.search(pattern, path) is not None
+    except (re.error, TypeError) as error:
+        rule, fix = "names beside a PartitionSpec in a list of pairs are regular expressions", "write it as one"
+        fix += ', for example (".*/kernel", PartitionSpec(...)), or pass a dictionary, whose patterns are like "*/kernel"'
+        raise ArgumentError("shardings", rule, f"{pattern!r}: {error}", fix) from error
 
 
 def _matched(

@@ -62,7 +62,7 @@ def action_times(
             }
             found = _placed(code, list(made.values()), _measured(places[stage]), programs)
             jobs |= {(stage, kind): job for kind, job in zip(made, found, strict=True)}
-    programs.compile(*zip(*jobs.values(), strict=True))
+    programs.compile([job for job, _ in jobs.values()], [given for _, given in jobs.values()])
     times = np.zeros((len(ordered), len(places)), np.float32)
     for (stage, kind), (job, given) in jobs.items():
         call = programs.get(job, given).call
@@ -91,7 +91,7 @@ def _placed(code: StageCode, found: Sequence[Program], place: Place, programs: P
         jobs.append((job, tuple(chosen[program.inputs[k]] for k in job.free_inputs)))
         free = [place.is_free(ref) for ref in program.outputs]
         if any(free):
-            programs.compile(*zip(jobs[-1], strict=True))
+            programs.compile([job], [jobs[-1][1]])
             shardings = programs.get(*jobs[-1]).call.output_shardings
             chosen |= {ref: sharding for ref, sharding, one in zip(program.outputs, shardings, free, strict=True) if one}
     return jobs[1:]

@@ -317,6 +317,7 @@ def test_parameters_over_the_axes_of_a_mesh(case):
     ("shardings", "line"),
     [
         ([("zzz", P("model"))], "'zzz' matches none.\n  Fix: use paths like those below."),
+        ([("*/kernel", P("model"))], "'*/kernel': nothing to repeat at position 0.\n  Fix: write it as one"),
         ({"*": P("sequence")}, "l0, f64[8,8]: P('sequence',) has another axis, 'sequence'"),
     ],
 )

@@ -528,6 +528,7 @@ def test_the_users_own_sharding_is_that_of_a_wide_rank_and_nothing_on_a_narrow_o
     assert [word in text for text in texts] == divided
 
 
+@LONG
 def test_measured_times_are_those_of_each_rank(monkeypatch):
     """Eight layers take 2 seconds on two devices, so half a second on one; and four take 1 second on one, a quarter each."""
     monkeypatch.setattr(layout, "stage_times", lambda cut, kinds, places, programs: [2.0, 1.0])
