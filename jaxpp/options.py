@@ -73,6 +73,7 @@ class Options:
     devices_warning: DevicesWarning | None = None  # what to tell the user of devices that nobody named
     made_to_measure: bool = False  # whether the schedule is yet to be found for what the stages will take: schedule="auto"
     axes: RankAxes = ONE_DEVICE  # of a rank, which functions may name
+    by_list: bool = False  # whether devices were listed, those of a rank of several in a list of its own; else there is a mesh
     allow_int: bool = True  # whether parameters may have leaves of types without a gradient, which are frozen
     is_loss: bool = True  # False: loss_fn is a function that returns outputs, with has_state (new_model_state, outputs)
 
@@ -135,7 +136,7 @@ class Options:
         others["offload"] = others["remat"]
         given = {name: settled[name](value) if name in settled else value for name, value in others.items()}
         given["made_to_measure"] = auto
-        given["axes"] = axes_of(widest, mesh, known)
+        given |= {"axes": axes_of(widest, mesh, known), "by_list": mesh is None}
         called = "loss_fn" if others.get("is_loss", True) else "fn"
         if devices is None and mesh is None:
             given["devices_warning"] = devices_warning(made, places, data_parallel, by_name=isinstance(schedule, str))
@@ -285,8 +286,8 @@ def _balance_of(balance: object, places: Sequence[Place]) -> object:
     if balance not in ("cost", "flops", "time", "memory"):
         rule = 'a loss is cut by "cost" (estimated), "flops" (counted), "time" (measured) or "memory" (estimated)'
         raise ArgumentError("balance", rule, repr(balance), 'pass balance="time" or balance="memory", or leave it out')
-    if balance in ("time", "memory") and len({place.num_shards for place in places}) > 1:
-        rule = "what a stage takes or holds is found before it is known on how many devices it will be"
+    if balance == "memory" and len({place.num_shards for place in places}) > 1:
+        rule = "what a stage holds is found before it is known on how many devices it will be"
         got = f"ranks of {', '.join(str(place.num_shards) for place in places)} devices"
         fix = "leave balance out, and a rank gets work in proportion to its devices; or pass cuts=[...]"
         raise ArgumentError(f"balance={balance!r}", rule, got, fix)

@@ -119,8 +119,9 @@ class Pipeline(Forward):
             has number ``r * num_microbatches + i``. Gradients are all-reduced once a step.
         shardings: how parameters are sharded over ``"model"`` inside their stage: by path, ``{"*/fc": "column", "*/proj": "row",
             "*/attn": "heads", "embed": "embedding"}``, or with ``PartitionSpec``s or ``NamedSharding``s; a tree of these; a
-            function of a path and a shape that returns one; or Flax's logical axis rules, for parameters that carry axis names.
-            Without it, as parameters say themselves (Flax's metadata), or as arrays are sharded already.
+            function of a path and a shape that returns one; pairs of a regular expression and a ``PartitionSpec``; or Flax's
+            logical axis rules, for parameters that carry axis names. Without it, as parameters say themselves (Flax's metadata), or
+            as arrays are sharded already.
         shard: what the replicas of a stage divide between them, so that each of ``d`` holds 1/d of it and not the whole:
             ``"optimizer"`` (its state; gradients are then reduce-scattered once a step, and new parameters gathered),
             ``"parameters"`` (these between steps, and the optimizer's state; they are gathered once a step), ``"gradients"`` (their

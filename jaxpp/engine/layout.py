@@ -187,13 +187,7 @@ def lay_out(
         plain = replace(found, options=replace(options, balance="cost")).at(layered)
         layout, first = min((layout, first), plain, key=lambda cut: found.fullest(*cut))
     if options.balance == "time":
-        kinds = {action.kind for action in schedule.order} - {Kind.F}
-        seconds = stage_times(first, kinds, options.placement.places, programs)
-        ends = [0, *first.cuts, len(first.loss.spine)]
-        estimated = [sum(first.loss.costs[start:end]) for start, end in itertools.pairwise(ends)]
-        links = Links(*link_times(options.placement.places))
-        timed = replace(found, links=links.scaled(sum(estimated) / max(sum(seconds), 1e-12)))
-        layout, first = timed.at(replace(layered, clock=clock_of(estimated, seconds)))
+        layout, first = found.measured(layered, layout, first, programs)
     return layout, microbatch, first
 
 
@@ -252,7 +246,7 @@ class _Layouts:
                 shards, loss, widths, "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...]"
             )
         divided_on = {stage for spec, stages in zip(shards, readers, strict=bool(shards)) if any(spec) for stage in stages}
-        idle = () if loss.graph.sharded else undivided_warnings(options.placement, divided_on, by_list=options.axes.whole is None)
+        idle = () if loss.graph.sharded else undivided_warnings(options.placement, divided_on, by_list=options.by_list)
         first = tracing.cut(loss, cuts, owner, merge.reducers, state_owner=None if like is None else like.state_owner)
         layout = Layout(
             given=given,
@@ -276,6 +270,16 @@ class _Layouts:
             follows=known,
         )
         return layout, first
+
+    def measured(self, loss: TracedLoss, layout: Layout, first: CutLoss, programs: Programs) -> tuple[Layout, CutLoss]:
+        """As ``at``, by what the stages of a first cut took, each on its rank; of ranks of unequal width as on the narrowest."""
+        schedule, places = self.options.schedule, self.options.placement.with_values(specs=layout.specs)
+        taken = stage_times(first, {action.kind for action in schedule.order} - {Kind.F}, places.places, programs)
+        seconds = [each * speed for each, speed in zip(taken, places.speeds, strict=True)]
+        ends = [0, *first.cuts, len(first.loss.spine)]
+        estimated = [sum(first.loss.costs[start:end]) for start, end in itertools.pairwise(ends)]
+        links = Links(*link_times(places.places)).scaled(sum(estimated) / max(sum(seconds), 1e-12))
+        return replace(self, links=links).at(replace(loss, clock=clock_of(estimated, seconds)))
 
     def _slicing(self, loss: TracedLoss, cuts: Cuts, specs: Sequence[PartitionSpec]) -> Slicing:
         """The leaves that a cut loop runs over, and the leaves that several stages read row by row.
@@ -379,7 +383,7 @@ class _Layouts:
             return resolve(loss, names)
         if self.options.balance == "memory":
             return balance_memory(loss, self._held(params, specs, frozen))
-        if loss.step is None:
+        if loss.step is None or not self.options.placement.is_even:
             return balance(loss, count, speeds=self.options.placement.speeds)
         return balance_step(loss, count, self.links or links_of(self.options.placement), lengths_of(self.options.schedule))
 
@@ -390,8 +394,8 @@ class _Layouts:
             return loss
         if options.cut_gradient:  # stages before such a boundary have no backward, and there may be none to trace
             return loss
-        if options.placement.num_shards > 1:  # nobody estimates collectives, of which a cut inside a pair of layers makes more
-            return loss
+        if options.placement.num_shards > 1 and options.balance != "time":
+            return loss  # nobody estimates collectives, of which a cut inside a pair of layers makes more
         kept = Counter(options.remat or [RematPolicy()]).most_common(1)[0][0]  # of most stages
         return replace(loss, step=step_costs(loss, kept, rates_of(options.devices[0])))
 

@@ -8,8 +8,9 @@ the sum of its gradients, and of its optimizer state.
 import fnmatch
 import itertools
 import math
+import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -49,9 +50,10 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes, *, evenly: bool = 
     """How each parameter leaf is sharded over the ``model`` axis of a rank, and divided over ``data``; empty if none can be.
 
     ``shardings``: rules, ``PartitionSpec``s or ``NamedSharding``s by path or pattern; a tree of these; a function of a path and a
-    shape that returns one; or Flax's logical axis rules (pairs), for parameters with such names. None: as the parameters say
-    themselves, by Flax's metadata (axes of the mesh), or as arrays that are sharded already. ``axes`` say what the names in specs
-    stand for. Not ``evenly``: ranks are of unequal width, and ``check_even`` says later whether each can share what it holds.
+    shape that returns one; pairs of a regular expression and a ``PartitionSpec``, of which the first that is found in a path
+    counts; or Flax's logical axis rules (pairs of names), for parameters with such names. None: as the parameters say themselves,
+    by Flax's metadata (axes of the mesh), or as arrays that are sharded already. ``axes`` say what the names in specs stand
+    for. Not ``evenly``: ranks are of unequal width, and ``check_even`` says later whether each can share what it holds.
 
     Raises:
         ArgumentError: rules that fit no parameter, or shardings that cannot be.
@@ -64,7 +66,7 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes, *, evenly: bool = 
     if shardings is None:
         specs = _own(params, [leaf for _, leaf in leaves], axes)
         if axes.sizes[MODEL] == 1:  # names are those of a mesh that has more axes, or of no mesh
-            known = {DATA, *(name for name, axis, _ in axes.names if axis == DATA)}
+            known = axes.called(DATA)
             specs = [PartitionSpec(*(entry if known.issuperset(axis_names(entry)) else None for entry in spec)) for spec in specs]
             if not any(map(axis_names, itertools.chain(*specs))):
                 return ()
@@ -73,12 +75,13 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes, *, evenly: bool = 
         specs = [_spec_of(shardings(path, tuple(leaf.shape)), path, len(leaf.shape)) for path, (_, leaf) in pairs]
         _check_model(specs, paths, axes)
     elif isinstance(shardings, Sequence) and not isinstance(shardings, (str, PartitionSpec)) and all(map(_is_pair, shardings)):
-        specs = _logical(list(shardings), params)
+        by_regex = all(isinstance(spec, (PartitionSpec, NamedSharding)) for _, spec in shardings) and bool(shardings)
+        specs = _matched(shardings[::-1], places, _is_found) if by_regex else _logical(list(shardings), params)
     else:
         by_path = dict(_by_path(shardings)) if isinstance(shardings, Mapping) else {}
         flat = jax.tree.leaves(shardings, is_leaf=_is_rule)
         if by_path and all(map(_is_rule, by_path.values())):
-            specs = _matched(by_path, places)
+            specs = _matched(by_path.items(), places, _is_named)
         elif len(flat) in (len(leaves), len(places)) and all(map(_is_rule, flat)):
             if len(flat) > len(leaves):
                 flat = [rule for rule, (_, leaf) in zip(flat, places, strict=True) if leaf is not None]
@@ -94,7 +97,7 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes, *, evenly: bool = 
 
 def _check_model(specs: Sequence[PartitionSpec], paths: Sequence[str], axes: RankAxes) -> None:
     """Refuse that a function shards parameters over ``model`` where there is no such axis; the options refuse all other rules."""
-    names = {MODEL, *(name for name, axis, _ in axes.names if axis == MODEL)}
+    names = axes.called(MODEL)
     if axes.whole is not None and not names.isdisjoint(axes.whole.axis_names):
         return
     sharded = [
@@ -187,24 +190,41 @@ def _logical(rules: list[tuple[str, Tree]], params: Params) -> list[PartitionSpe
         rule = "logical axis rules map names that parameters give their axes"
         known = ", ".join(sorted(repr(name) for name in names if name is not None)) or "no names (of Flax's metadata)"
         fix = 'map those names, or pass rules by path, for example {"*/fc": "column", "*/proj": "row"}'
-        raise ArgumentError(
-            "shardings", rule, f"rules for {', '.join(repr(name) for name, _ in rules)}; the axes have {known}", fix
-        )
+        got = f"rules for {', '.join(repr(name) for name, _ in rules) or 'nothing'}; the axes have {known}"
+        raise ArgumentError("shardings", rule, got, fix)
     return jax.tree.leaves(spmd.logical_to_mesh(named, rules), is_leaf=_is_rule)
 
 
-def _matched(shardings: Mapping[str, Tree], leaves: Sequence[tuple[KeyPath, Aval | None]]) -> list[PartitionSpec]:
+def _is_named(path: str, pattern: str) -> bool:
+    """Whether a path, or the module that it lies in, is the pattern's."""
+    return fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"{pattern}/*")
+
+
+def _is_found(path: str, pattern: str) -> bool:
+    """Whether a regular expression is found in a path."""
+    try:
+        return re.search(pattern, path) is not None
+    except (re.error, TypeError) as error:
+        rule, fix = "names beside a PartitionSpec in a list of pairs are regular expressions", "write it as one"
+        fix += ', for example (".*/kernel", PartitionSpec(...)), or pass a dictionary, whose patterns are like "*/kernel"'
+        raise ArgumentError("shardings", rule, f"{pattern!r}: {error}", fix) from error
+
+
+def _matched(
+    rules: Iterable[tuple[str, Tree]], leaves: Sequence[tuple[KeyPath, Aval | None]], matches: Callable[[str, str], bool]
+) -> list[PartitionSpec]:
     """By path; where several patterns match, the last counts. A None among the leaves can be named, and has no sharding."""
     paths = [path_name(path) for path, _ in leaves]
     specs, missed = [_WHOLE] * len(leaves), []
-    for pattern, rule in shardings.items():
+    for pattern, rule in rules:
         _spec_of(rule, pattern, 0)
-        found = [k for k, path in enumerate(paths) if fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"{pattern}/*")]
+        found = [k for k, path in enumerate(paths) if matches(path, pattern)]
         missed += [] if found else [pattern]
         for k in found:
             specs[k] = _spec_of(rule, paths[k], len(getattr(leaves[k][1], "shape", ())))
     if missed:
-        rule, fix = "a pattern names parameters or modules by their path", "use paths like those below, with * for any part"
+        rule = "a pattern names parameters or modules by their path"
+        fix = "use paths like those below" + ", with * for any part" * (matches is _is_named)
         got, picture = [f"{pattern!r} matches none" for pattern in missed], "\n".join(paths[:12] + ["..."] * (len(paths) > 12))
         raise ArgumentError("shardings", rule, got, fix, picture)
     return [spec for spec, (_, leaf) in zip(specs, leaves, strict=True) if leaf is not None]
@@ -215,8 +235,8 @@ def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]
     for spec, (path, leaf) in zip(specs, leaves, strict=True):
         where = f"{path_name(path)}, {describe(leaf)}: {spec}"
         named = [axis for entry in spec for axis in axis_names(entry)]
-        if set(named) - {DATA, MODEL}:
-            wrong.append(f"{where} has another axis")
+        if others := [axis for axis in named if axis not in (DATA, MODEL)]:
+            wrong.append(f"{where} has another axis, {others[0]!r}")
         elif len(spec) > len(leaf.shape) or len(set(named)) < len(named):
             wrong.append(f"{where} does not fit its axes")
         elif not fits(spec, leaf.shape, sizes):

@@ -17,7 +17,7 @@ _SET: ContextVar["Mesh | None"] = ContextVar("the mesh that the user has set", d
 
 
 def user_mesh() -> "Mesh | None":
-    """The mesh that was in force where a public function was called; None without one."""
+    """The mesh that was in force where a public function was called; None without one, or if it has no devices."""
     return _SET.get()
 
 
@@ -37,7 +37,7 @@ def _without(mesh: "Mesh") -> Iterator[None]:
     import jax  # noqa: PLC0415  (where it is not used yet, there is no mesh)
     import numpy as np  # noqa: PLC0415
 
-    token = _SET.set(mesh)
+    token = _SET.set(None if mesh.empty else mesh)  # one of no devices, jax.sharding.use_abstract_mesh, says where nothing runs
     try:
         with jax.set_mesh(type(mesh)(np.empty((), object), ())):
             yield

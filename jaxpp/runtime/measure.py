@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.compile import PlacedProgram, Programs
@@ -27,12 +28,14 @@ from jaxpp.schedule.action import Kind
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.loss.traced_loss import key_implementation
-from jaxpp.stages.program import Ref, Role
+from jaxpp.stages.program import Program, Ref, Role
+from jaxpp.stages.stage import StageCode
 from jaxpp.targets import Target, compiles_only, device_name, target_of
-from jaxpp.types import Aval, Device
+from jaxpp.types import Aval, Device, Home
 
 _RUNS = 5
 _LARGE = 1 << 20  # elements of the array whose send tells what a byte costs
+_Job = tuple[PlacedProgram, tuple[Sharding, ...]]  # and how the compiler shards those of its arguments for which it decides that
 _Times = tuple[float, float]  # of one run: seconds until its results are there, and until the process goes on
 
 
@@ -46,26 +49,52 @@ def action_times(
     cut: CutLoss, kinds: Collection[Kind], places: Sequence[Place], programs: Programs, where: str
 ) -> dict[Kind, list[float]]:
     """Seconds that each kind of action takes for a microbatch of zeros, on each stage; every process that has a place calls it."""
-    ordered, jobs = sorted(kinds), dict[tuple[int, Kind], PlacedProgram]()
+    ordered, jobs = sorted(kinds, key=lambda kind: (kind != Kind.F, kind)), dict[tuple[int, Kind], _Job]()
     devices = [place.devices[0] for place in places]
-    for stage, (code, device) in enumerate(zip(cut.stages, devices, strict=True)):
-        for kind in ordered if is_here(device) else ():
-            program = code.forward if kind == Kind.F else code.backward[kind].then if kind in code.backward else None
-            if program is not None:
-                jobs[stage, kind] = PlacedProgram(program, OneDevice(device).compiled_at, program.donated)
     with agreement(where, devices) as agree:
         agree(lambda: {"loss": listing(cut.loss.graph), "kinds of actions": " ".join(map(str, ordered))})
-    programs.compile(jobs.values())
+    for stage, (code, device) in enumerate(zip(cut.stages, devices, strict=True)):
+        if is_here(device):
+            made = {
+                kind: code.forward if kind == Kind.F else code.backward[kind].then
+                for kind in ordered
+                if kind in (Kind.F, *code.backward)
+            }
+            found = _placed(code, list(made.values()), _measured(places[stage]), programs)
+            jobs |= {(stage, kind): job for kind, job in zip(made, found, strict=True)}
+    programs.compile([job for job, _ in jobs.values()], [given for _, given in jobs.values()])
     times = np.zeros((len(ordered), len(places)), np.float32)
-    for (stage, kind), job in jobs.items():
+    for (stage, kind), (job, given) in jobs.items():
+        call = programs.get(job, given).call
         if compiles_only(devices[stage]):
-            kernels = read_kernels(programs[job].as_text() or "")
+            kernels = read_kernels(call.as_text() or "")
             times[ordered.index(kind), stage] = program_roofline(kernels, _numbers(devices[stage], where)).seconds
             continue
-        avals = job.program.avals
-        runs = [_timed(programs[job], [put(_zeros(aval), devices[stage]) for aval in avals])[0] for _ in range(_RUNS + 1)]
+        chosen = dict(zip(job.free_inputs, given, strict=True))
+        pairs = zip(job.program.inputs, job.program.avals, strict=True)
+        wanted = [(job.place.aval(ref, aval), chosen.get(k) or job.place.home(ref)) for k, (ref, aval) in enumerate(pairs)]
+        runs = [_timed(call, [_zeros(*each) for each in wanted])[0] for _ in range(_RUNS + 1)]
         times[ordered.index(kind), stage] = _median(runs)[0]
     return {kind: own.tolist() for kind, own in zip(ordered, _of_all(times, devices), strict=True)}
+
+
+def _measured(place: Place) -> Place:
+    """Where the programs of a place are measured: there, but where it spans processes on its first device."""
+    return place.compiled_at if len(processes_of(place.devices)) == 1 else OneDevice(place.devices[0]).compiled_at
+
+
+def _placed(code: StageCode, found: Sequence[Program], place: Place, programs: Programs) -> list[_Job]:
+    """Programs of a stage at a place, in order, and how the compiler shards what those before make for them."""
+    chosen, jobs = dict[Ref, Sharding](), list[_Job]()
+    for program in (code.statics, *found):
+        job = PlacedProgram(program, place, program.donated)
+        jobs.append((job, tuple(chosen[program.inputs[k]] for k in job.free_inputs)))
+        free = [place.is_free(ref) for ref in program.outputs]
+        if any(free):
+            programs.compile([job], [jobs[-1][1]])
+            shardings = programs.get(*jobs[-1]).call.output_shardings
+            chosen |= {ref: sharding for ref, sharding, one in zip(program.outputs, shardings, free, strict=True) if one}
+    return jobs[1:]
 
 
 def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list[float]]:
@@ -81,7 +110,7 @@ def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list
         if moved and compiles_only(device):
             times[0, stage] = copy_seconds(sum(map(count_bytes, moved)), _numbers(device, "copies to host memory"))
         elif is_here(device) and moved:
-            arrays = [put(_zeros(aval), device) for aval in moved]
+            arrays = [_zeros(aval, device) for aval in moved]
             homes = [array.sharding for array in arrays]
             ways = [memory_copies(homes, to_host=to_host) for to_host in (True, False)]  # the copies that a plan makes
             runs: tuple[list[_Times], ...] = ([], [])
@@ -147,7 +176,7 @@ def _send_seconds(source: Device, target: Device, size: int) -> float:
     send = Send(target, source, aval).bind() if crosses else lambda value: (put(value, target),)
     runs = []
     for _ in range(_RUNS + 1):
-        arguments = [jax.block_until_ready(put(_zeros(aval), source))] if is_here(source) else []
+        arguments = [jax.block_until_ready(_zeros(aval, source))] if is_here(source) else []
         if crosses:
             begin_together()
         runs.append(_timed(send, arguments)[0])
@@ -172,11 +201,12 @@ def _of_all(mine: np.ndarray, devices: Sequence[Device]) -> np.ndarray:
     return rows_of_all(mine).sum(axis=0) if len(processes_of(devices)) > 1 else mine
 
 
-def _zeros(aval: Aval) -> jax.Array:
+def _zeros(aval: Aval, home: Home) -> jax.Array:
+    """Made where they are to be: a stage may be too large for one device."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, aval)
-        return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=key_implementation(aval))
-    return jnp.zeros(aval.shape, aval.dtype)
+        return put(jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=key_implementation(aval)), home)
+    return jnp.zeros(aval.shape, aval.dtype, device=home)
 
 
 def clock_of(costs: Sequence[float], seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:

@@ -74,7 +74,7 @@ class RankAxes:
 
     devices: AbstractMesh = _NO_MESH  # of a rank, with the axes data and model; without axes for one device
     names: AxisNames = ()  # other names that functions call the axes by
-    whole: Mesh | None = None  # of all devices, in force where a function is traced that needs one and the user has set none
+    whole: Mesh | None = None  # in force where a function needs one and the user has set none: of all devices, or of a listed rank
     outside: AxisEnv | None = None  # for what runs on the devices as one program: the axes of the replicas around it
 
     @property
@@ -82,12 +82,17 @@ class RankAxes:
         """How many devices a rank has along each axis."""
         return dict(self.devices.shape)
 
+    def called(self, axis: str) -> frozenset[str]:
+        """All names of an axis of a rank."""
+        return frozenset([axis, *(name for name, own, _ in self.names if own == axis)])
+
     def named(self, spec: PartitionSpec) -> PartitionSpec:
-        """A sharding with the names that axes have on a rank."""
+        """A sharding with the names that axes have on a rank; without further axes of the mesh, of one device each."""
         axis = {name: own for name, own, _ in self.names}
+        further = set(() if self.whole is None else self.whole.axis_names).difference(axis, (PIPE, DATA, MODEL))
 
         def entry(given: Tree) -> Tree:
-            names = tuple(dict.fromkeys(axis.get(name, name) for name in axis_names(given)))
+            names = tuple(dict.fromkeys(axis.get(name, name) for name in axis_names(given) if name not in further))
             return given if given is PartitionSpec.UNCONSTRAINED else names[0] if len(names) == 1 else names or None
 
         return PartitionSpec(*map(entry, spec))

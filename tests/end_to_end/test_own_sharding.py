@@ -468,6 +468,11 @@ REFUSED = {
         {"data_parallel": 2},
         ["Got: the axis name 'other', which nothing has."],
     ),
+    "shards outside of a map": (
+        lambda x: jax.lax.psum(x, "model"),
+        {"mesh": MESH, "shardings": RULES},
+        ["a collective between the shards of a rank stands in a jax.shard_map over them", "axis_names={'model'}"],
+    ),
     "a map whose derivative communicates over data": (
         mapped(with_derivative(lambda g: g - jax.lax.pmean(g, "data")), P("data", "model"), mesh=MESH),
         {"mesh": MESH, "shardings": RULES},
@@ -583,7 +588,7 @@ def test_the_metadata_of_nnx_become_shardings():
         pipe.verify(state, BATCH)
 
 
-@pytest.mark.parametrize("rules", [[("typo", "model")], [(r"l\d", P("model"))], []], ids=["a name", "a pattern", "none"])
+@pytest.mark.parametrize("rules", [[("typo", "model")], [("l.", "column")], []], ids=["a name", "a word", "none"])
 def test_rules_for_axes_that_nobody_has_are_refused(rules):
     pipe = jaxpp.Pipeline(chain(nn.relu), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=MESH, shardings=rules)
     with pytest.raises(ArgumentError, match="logical axis rules map names that parameters give their axes"):

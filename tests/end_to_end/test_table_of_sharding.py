@@ -87,13 +87,22 @@ doubled.defvjp(lambda x: (doubled(x), None), lambda _, g: (2 * g,))
 
 IN_THE_MODEL = {
     "a bare spec in a mesh's context": (constrained(P("data", "model")), same, lambda: MESH),
+    "a bare spec in the context of an abstract mesh": (
+        constrained(P("data", "model")),
+        same,
+        lambda: jax.sharding.use_abstract_mesh(MESH.abstract_mesh),
+    ),
     "a map over a part of the mesh": (mapped(jnp.sin, P(None, "model"), mesh=SHARDS), jnp.sin, nullcontext),
     "a kernel": (doubled, lambda x: 2 * x, nullcontext),
 }
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name == "a kernel" else pytest.mark.long) for name in IN_THE_MODEL]
+    "case",
+    [
+        pytest.param(name, marks=() if name in ("a kernel", "a bare spec in the context of an abstract mesh") else pytest.mark.long)
+        for name in IN_THE_MODEL
+    ],
 )
 def test_in_the_model(case):
     between, plain, context = IN_THE_MODEL[case]
@@ -271,7 +280,15 @@ def test_a_callback_with_effects_and_results_is_refused():
 
 
 TREE = {name: NamedSharding(MESH, P("data", "model") if name == "l0" else P()) for name in RULES}
+NINE = ("data", "stage", "fsdp", "fsdp_transpose", "sequence", "tensor", "expert", "autoregressive", "context")
+EMBED, MLP = ("fsdp", "sequence", "context", "expert"), ("fsdp_transpose", "tensor", "autoregressive")
 SHARDINGS = {
+    "an axis for everything, most of one device": (
+        {"*": P(EMBED, MLP)},
+        {"mesh": mesh_of(1, 2, 2, 1, 1, 2, 1, 1, 1, names=NINE)},
+        P("data", "model"),
+    ),
+    "regular expressions, of which the first counts": ([("0$|2$", P(None, "model")), ("l", P("model"))], {}, P(None, "model")),
     "over data": ({"*": P("data", None)}, {}, P("data")),
     "over both": ({"*": P(("data", "model"))}, {}, P(("model", "data"))),
     "over each": ({"*": P("model", "data")}, {}, P("model", "data")),
@@ -286,12 +303,29 @@ SHARDINGS = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", SHARDINGS)
+SHORT = {"an axis for everything, most of one device", "regular expressions, of which the first counts"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in SHARDINGS])
 def test_parameters_over_the_axes_of_a_mesh(case):
     shardings, options, spec = SHARDINGS[case]
     params = check(chain(same), chain(same), **{"mesh": MESH, "shardings": shardings} | options)
     assert params["l0"].sharding.spec == spec
+
+
+@pytest.mark.parametrize(
+    ("shardings", "line"),
+    [
+        ([("zzz", P("model"))], "'zzz' matches none.\n  Fix: use paths like those below."),
+        ([("*/kernel", P("model"))], "'*/kernel': nothing to repeat at position 0.\n  Fix: write it as one"),
+        ({"*": P("sequence")}, "l0, f64[8,8]: P('sequence',) has another axis, 'sequence'"),
+    ],
+)
+def test_rules_that_fit_nothing_are_refused(shardings, line):
+    pipe = jaxpp.Pipeline(chain(same), optax.sgd(0.1), num_stages=2, num_microbatches=2, mesh=MESH, shardings=shardings)
+    with pytest.raises(ArgumentError) as error:
+        pipe.init(PARAMS, BATCH)
+    assert line in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpp
+from jaxpp.engine import layout
 from jaxpp.engine.engine import open_engine
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import live_bytes
@@ -235,9 +236,9 @@ REFUSED = {
         "devices[0]: (0, 1)\n       devices[1]: ().",
         "pass for example devices=[jax.devices()[:2], *jax.devices()[2:4]].",
     ),
-    "what is measured": (
-        lambda: pipeline(chain, WIDE_FIRST, balance="time"),
-        "balance='time': what a stage takes or holds is found before it is known on how many devices it will be.",
+    "what is held": (
+        lambda: pipeline(chain, WIDE_FIRST, balance="memory"),
+        "balance='memory': what a stage holds is found before it is known on how many devices it will be.",
         "ranks of 2, 1 devices.",
         "leave balance out, and a rank gets work in proportion to its devices; or pass cuts=[...].",
     ),
@@ -525,6 +526,42 @@ def test_the_users_own_sharding_is_that_of_a_wide_rank_and_nothing_on_a_narrow_o
     if between is mapped:
         word, divided = "shard_map", [width == size == max(widths) for width in widths]
     assert [word in text for text in texts] == divided
+
+
+@LONG
+def test_measured_times_are_those_of_each_rank(monkeypatch):
+    """Eight layers take 2 seconds on two devices, so half a second on one; and four take 1 second on one, a quarter each."""
+    monkeypatch.setattr(layout, "stage_times", lambda cut, kinds, places, programs: [2.0, 1.0])
+    params = dict(zip("abcdefghijkl", itertools.cycle(SETS[0].values()), strict=False))
+
+    def deep(params, x):
+        for leaf in params.values():
+            x = jnp.tanh(x @ leaf)
+        return jnp.mean(x**2)
+
+    def layers(**options):
+        made = layout_of(deep, WIDE_FIRST, params, BATCH, shardings=None, **options)
+        return [made.owner.count(stage) for stage in range(2)]
+
+    assert layers() == [8, 4]
+    assert layers(balance="time") == [7, 5]  # seven take 1.75 seconds on two devices, and the others 1.5 seconds on one
+
+
+@LONG
+def test_the_users_own_sharding_needs_no_mesh_and_rules_may_be_a_function():
+    # Where lists of devices stand for ranks, JAX asked for a mesh, and a function that names "model" was refused.
+    def between(x):
+        x = jax.lax.with_sharding_constraint(x, P(None, "model"))
+        return jax.shard_map(jnp.sin, in_specs=P(None, "model"), out_specs=P(None, "model"))(x)
+
+    def loss_fn(params, batch):
+        return chain(params, batch, between)
+
+    params, batch = wide(SETS[0]), wide(BATCH)
+    pipe = pipeline(loss_fn, WIDE_FIRST, shardings=lambda path, shape: P(None, "model"))
+    state, metrics = trained(pipe, pipe.init(params, batch), batch, None, 2)
+    near((metrics.loss, state.params), plain(lambda p, b: chain(p, b, jnp.sin), params, batch, None, 2))
+    pipe.verify(state, batch)
 
 
 @LONG

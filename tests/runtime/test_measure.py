@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import jaxpp
 from jaxpp.engine import layout
@@ -68,6 +69,35 @@ def test_a_slow_part_of_the_model_gets_fewer_layers(loss, params, monkeypatch):
 def test_stages_are_really_measured():
     assert sum(owned(loss_fn, PARAMS, balance="time")) == 12
     assert sum(owned(loss_fn, PARAMS, balance="time", schedule="zb-h1")) == 12
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")
+@pytest.mark.parametrize("options", [{"data_parallel": 2}, {"mesh": (2, 2)}], ids=["a collective", "a map"])
+def test_stages_are_measured_with_the_other_devices_of_their_rank(options, monkeypatch):
+    # A program with a map or a collective was measured on one device alone, and failed in JAX's words; and on a mesh with an axis
+    # model, the times were not used.
+    def loss(params, batch):
+        for w in params:
+            batch = jnp.tanh(batch @ w)
+            if "mesh" in options:
+                spec = PartitionSpec(None, "model")
+                batch = jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)(batch)
+            else:
+                batch = batch - jax.lax.pmean(batch, "data")
+        return (batch**2).mean()
+
+    if "mesh" in options:
+        mesh = jax.make_mesh(options["mesh"], ("pipe", "model"), axis_types=(AxisType.Auto,) * 2)
+        options = {"mesh": mesh, "shardings": lambda path, shape: PartitionSpec(None, "model")}
+    given = {"num_stages": 2, "num_microbatches": 1, "balance": "time"} | options
+    measured, seconds = [], layout.stage_times
+    monkeypatch.setattr(layout, "stage_times", lambda *args: measured.append(seconds(*args)) or [9.0, 1.0])
+    pipe = jaxpp.Pipeline(loss, optax.sgd(0.1), **given)
+    state = pipe.init(PARAMS, BATCH)
+    assert all(each > 0 for each in measured[0])
+    assert pipe.engine.owner.count(0) < 6
+    pipe.verify(state, BATCH)
 
 
 def test_an_unknown_balance_is_refused():

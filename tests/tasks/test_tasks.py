@@ -619,6 +619,25 @@ def test_a_name_that_both_have_is_that_of_the_shared_parameters():
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["layers[2]", *(pytest.param(name, marks=pytest.mark.long) for name in ("task/layers[2]", "params/layers[2]"))],
+)
+def test_a_cut_names_the_layers_of_a_module_of_the_task_as_a_user_reads_them(name):
+    # What all paths of a set begin with was left out, so that nothing of a set with a single module was called as it is there.
+    def loss_fn(params, task, batch):
+        def layer(x, fc):
+            return jnp.tanh(x @ fc["kernel"] + fc["bias"]), None
+
+        x = jnp.tanh(batch @ params["a00"]["w"]) @ params["a01"]["w"]
+        return jnp.mean(jax.lax.scan(layer, x, task["params"]["layers"]["fc"])[0] ** 2)
+
+    one = {"params": {"layers": {"fc": {"kernel": stack(1, count=4), "bias": np.zeros((4, WIDTH), "float32")}}}}
+    pipe = jaxpp.Pipeline(loss_fn, SHARED, num_stages=2, num_microbatches=2, bank=jaxpp.Bank({"t0": one}, OWN), cuts=[name])
+    pipe.init(deep_theta(), DATA[0])
+    assert [stage.modules for stage in pipe.stages] == ["a00 .. fc[0:2]", "fc[2:4]"]
+
+
+@pytest.mark.parametrize(
     ("options", "tasks", "name"),
     [
         ({"cuts": ["layers[2]"]}, "t1", "layers"),

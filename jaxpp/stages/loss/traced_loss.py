@@ -25,7 +25,7 @@ from jax.extend.core import Literal, Var
 from jax.tree_util import KeyPath
 
 from jaxpp.errors import JaxppError, LossError, OutputError, ParamsError
-from jaxpp.stages.axes import ONE_DEVICE, RankAxes
+from jaxpp.stages.axes import MODEL, ONE_DEVICE, RankAxes
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.estimate import SpineCosts
 from jaxpp.stages.floating import has_gradient
@@ -274,9 +274,10 @@ class TracedLoss:
         return self._prefixes[self.is_own(leaf)]
 
     def spellings(self, leaf: int, path: str) -> tuple[str, ...]:
-        """What users call a parameter leaf of this path: so, or below what all paths share, or without what a task's begin with."""
-        below = path[len(self._prefix(leaf)) :].lstrip("/")
-        return (path, path.removeprefix(f"{OWN_NAME}/"), below, f"{OWN_NAME}/{below}") if self.is_own(leaf) else (path, below)
+        """What users call a parameter leaf of this path: so, or without the first parts of what all paths begin with."""
+        shared, parts = self._prefix(leaf), path.split("/")
+        below = ["/".join(parts[k:]) for k in range(len(shared.split("/")) * bool(shared) + 1)]
+        return (*below, *(f"{OWN_NAME}/{each}" for each in below)) if self.is_own(leaf) else tuple(below)
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
@@ -496,6 +497,18 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
 _UNEQUAL = re.compile(r"\b(all_to_all|reduce_scatter)\b.*\b(divisible|equal|match)\b")  # what JAX says of blocks that do not divide
 
 
+def _unbound(name: str, axes: RankAxes, words: Words) -> JaxppError:
+    """What to tell of a collective over an axis that it cannot be over."""
+    rule = "a collective names an axis of the mesh, or of the replicas"
+    fix = f'pass axes={{"data": {name!r}}} if it is between replicas, or a mesh that has the axis'
+    got = f"the axis name {name!r}, which nothing has"
+    if axes.sizes and name in axes.called(MODEL):
+        rule = "a collective between the shards of a rank stands in a jax.shard_map over them"
+        fix = f"put it in jax.shard_map(..., axis_names={{{name!r}}})"
+        got = f"the axis name {name!r} outside of one: values there are whole, and the compiler divides them"
+    return words.error(words.where, rule, got, fix)
+
+
 def _trace(
     flat: Callable[..., Tree], given: tuple[list[Leaf], ...], axes: RankAxes, words: Words, *, differentiable: bool
 ) -> Graph:
@@ -506,9 +519,7 @@ def _trace(
         shapes = ", ".join(describe(leaf) for leaf in given[2])
         found = re.search(r"unbound axis name: ([^\s.]+)", str(error)) if isinstance(error, NameError) else None
         if found is not None:
-            rule = "a collective names an axis of the mesh, or of the replicas"
-            fix = f'pass axes={{"data": {found[1]!r}}} if it is between replicas, or a mesh that has the axis'
-            raise words.error(words.where, rule, f"the axis name {found[1]!r}, which nothing has", fix) from error
+            raise _unbound(found[1], axes, words) from error
         if isinstance(error, ValueError) and not isinstance(error, JaxppError) and _UNEQUAL.search(str(error)):
             rule = "all_to_all and psum_scatter give each device along their axes an equal share of a block"
             fix = (
