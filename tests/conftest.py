@@ -78,7 +78,7 @@ HEAVY = pathlib.Path(__file__).parent / "heavy.txt"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of the cases of a long test a sixth stays long, at least one, chosen by name; the others are slow. Then the list is applied."""
+    """Of the cases of a long test a sixth stays long, at least one, chosen by name; the others are slow. The list comes last."""
     cases = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("long") and not item.get_closest_marker("slow") and hasattr(item, "callspec"):
