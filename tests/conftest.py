@@ -74,20 +74,18 @@ def pytest_cmdline_main(config):
 
 HEAVY = pathlib.Path(__file__).parent / "heavy.txt"
 """Tests that are long, or slow, because of the seconds they take, though nothing else sets them apart: see ``--durations=0``."""
-MOST_CASES = 2
-"""Of a long test with more cases than this, some are slow."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a long test with many cases a sixth stays long, chosen by their names; the others are slow. Then the list is applied."""
+    """Of the cases of a long test a sixth stays long, at least one, chosen by name; the others are slow. The list comes last."""
     cases = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("long") and not item.get_closest_marker("slow") and hasattr(item, "callspec"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for same in cases.values():
         ordered = sorted(same, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        for item in ordered[max(MOST_CASES, len(same) // 6) :]:
+        for item in ordered[max(1, len(same) // 6) :]:
             item.add_marker(pytest.mark.slow)
     tiers = {nodeid: tier for tier, nodeid in (line.split(" ", 1) for line in HEAVY.read_text().splitlines())}
     for item in items:

@@ -18,6 +18,7 @@ from jaxpp.observe.memory.liveness import MEMORY_KINDS
 from jaxpp.options import Options
 from jaxpp.runtime.compile import Programs
 from models.gpt import GPT
+from tests.grids import covering
 from tests.stages.test_split_scan import ScannedBlock
 
 VOCAB, WIDTH = 101, 8
@@ -52,13 +53,17 @@ def far(got, want):
     return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("num_slices", [1, 2, 7, 100, 101, 1000, None])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"ignore_index": -100, "label_smoothing": 0.2, "z_loss": 1e-3}],
-    ids=["plain", "smoothed", "z loss", "all of them"],
-)
-def test_loss_and_gradient_are_those_with_all_logits_however_many_slices(x64, options, num_slices):
+OPTIONS = {
+    "plain": {},
+    "smoothed": {"label_smoothing": 0.1},
+    "z loss": {"z_loss": 1e-2},
+    "all of them": {"ignore_index": -100, "label_smoothing": 0.2, "z_loss": 1e-3},
+}
+
+
+@pytest.mark.parametrize(("name", "num_slices"), covering(list(OPTIONS), [1, 2, 7, 100, 101, 1000, None]))
+def test_loss_and_gradient_are_those_with_all_logits_however_many_slices(x64, name, num_slices):
+    options = OPTIONS[name]
     hidden, table, bias = head()
     labels = jnp.asarray(LABELS).at[0, 2:5].set(-100) if "ignore_index" in options else jnp.asarray(LABELS)
 

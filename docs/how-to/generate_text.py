@@ -28,7 +28,7 @@ import optax
 
 import jaxpp
 
-jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
+jax.config.update("jax_num_cpu_devices", 2)  # for a laptop; GPUs are used where there are any
 
 # %% [markdown]
 # ## A cache, as Flax users write it
@@ -72,7 +72,7 @@ class LM(nn.Module):
     def __call__(self, tokens):
         embed = nn.Embed(128, 64, name="embed")
         x = embed(tokens)
-        for k in range(4):
+        for k in range(2):
             h = Attention(self.decode, name=f"attention_{k}")(nn.LayerNorm(name=f"norm_{k}")(x))
             x = x + nn.Dense(64, name=f"out_{k}")(h)
             x = x + nn.Dense(64, name=f"down_{k}")(nn.gelu(nn.Dense(128, name=f"up_{k}")(x)))
@@ -98,7 +98,7 @@ def loss_fn(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
 
-pipe = jaxpp.Pipeline(loss_fn, optax.adam(3e-3), num_stages=4, num_microbatches=4)
+pipe = jaxpp.Pipeline(loss_fn, optax.adam(3e-3), num_stages=2, num_microbatches=4)
 state = pipe.init(lambda key: LM().init(key, batch_of(0))["params"], jax.random.key(0), batch_of(0))
 
 # %% [markdown]

@@ -71,14 +71,17 @@ for made in written[:3]:
     print(made)
 
 # %% [markdown]
-# `model.generate` on one device makes the same tokens:
+# `model.generate` on one device makes the same tokens. It takes prompts of one length, so we fill the shorter ones up on the left,
+# and a mask says which tokens count:
 
 # %%
-whole = jaxpp.gather(params)
-for prompt, made in zip(prompts, written, strict=True):
-    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
-    wanted = model.generate(prompt[None], params=whole, **options).sequences[0, len(prompt) :]
-    np.testing.assert_array_equal(made, wanted[: len(made)])
+longest = max(map(len, prompts))
+padded = np.stack([np.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+mask = np.stack([np.arange(longest) >= longest - len(prompt) for prompt in prompts]).astype(int)
+options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+wanted = model.generate(padded, attention_mask=mask, params=jaxpp.gather(params), **options).sequences[:, longest:]
+for made, row in zip(written, wanted, strict=True):
+    np.testing.assert_array_equal(made, row[: len(made)])
 
 # %% [markdown]
 # To sample, pass `sample=jaxpp.Sampling(temperature=0.8, top_k=50, top_p=0.95)` and a key. `model.generate` draws other tokens,

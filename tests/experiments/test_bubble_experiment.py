@@ -19,7 +19,7 @@ def result(tmp_path_factory):
     return run(Config(schedules=("1f1b", "zb-v", "bogus"), out=out, **SMALL))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_hold_what_was_measured_beside_what_was_simulated(result):
     first, second = result.rows
     assert first.ideal == simulate(make("1f1b", num_ranks=2, num_microbatches=4)).bubble_fraction
@@ -38,7 +38,7 @@ def test_rows_hold_what_was_measured_beside_what_was_simulated(result):
     assert json.loads(result.to_json())["rows"][1]["name"] == "zb-v"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_profile_is_drawn_and_exported(result):
     names = {path.name for path in result.config.out.iterdir()}
     assert names == {f"{name}{end}" for name in ("1f1b", "zb-v") for end in (".png", "_pebbles.png", ".html", ".trace.json")}

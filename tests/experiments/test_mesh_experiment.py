@@ -52,7 +52,7 @@ def gpt():
     return row
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_mesh_computes_what_one_device_computes(result, gpt):
     # In float32 the parameters were compared with 1e-4, and a busy machine, which divides sums otherwise, came to 1.03e-4: the bias
     # of an attention key has a gradient of rounding alone, of which Adam makes steps.
@@ -65,7 +65,7 @@ def test_every_mesh_computes_what_one_device_computes(result, gpt):
     assert result.oracles["mlp"] == pytest.approx(result.rows[0].losses, rel=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_each_rank_reduces_once_over_data_and_exactly_its_parameters_and_the_loss(result, gpt):
     for row in (*result.rows, gpt):
         assert row.data.times == row.shape.pipe
@@ -74,7 +74,7 @@ def test_each_rank_reduces_once_over_data_and_exactly_its_parameters_and_the_los
         assert row.beyond == FLOAT * in_a_rank
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_replicas_that_divide_their_state_send_what_the_guide_says(result):
     (row,), whole = result.divided, result.rows[0]
     assert (
@@ -88,7 +88,7 @@ def test_replicas_that_divide_their_state_send_what_the_guide_says(result):
     assert [line[2] for line in lines if line[:2] == ["mlp", "2x2x2"]][-2:] == ["-", "gradients"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sharding_halves_what_a_device_holds_and_pairs_of_layers_reduce_once(result, gpt):
     whole, sharded = result.rows[1], result.rows[0]
     pairs = zip(whole.params, sharded.params, strict=True)
@@ -101,7 +101,7 @@ def test_sharding_halves_what_a_device_holds_and_pairs_of_layers_reduce_once(res
     assert all(2 * param <= opt < 2 * param + 9 for param, opt in zip(sharded.params, sharded.optimizer, strict=True))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_crosses_between_stages_is_every_activation_and_its_cotangent_on_every_shard(result, gpt):
     for row in result.rows:
         crossing = FLOAT * TINY.batch * TINY.mlp_width * row.shape.model
@@ -112,7 +112,7 @@ def test_what_crosses_between_stages_is_every_activation_and_its_cotangent_on_ev
     assert gpt.sent.tied == 2 * embedding + 2 * embedding  # to both replicas, and each one's gradient back
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_tables_have_a_row_a_mesh_and_all_collectives(result):
     text = table(result)
     lines = text.splitlines()
@@ -125,7 +125,7 @@ def test_the_tables_have_a_row_a_mesh_and_all_collectives(result):
     assert "mlp on 2x2x2: the collectives of a step" in text
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_prints_them_and_writes_the_line_of_json(monkeypatch, capsys, tmp_path, result):
     path = tmp_path / "results.jsonl"
     monkeypatch.setattr(module, "run", lambda config: dataclasses.replace(result, config=config))
@@ -140,7 +140,7 @@ def test_the_command_prints_them_and_writes_the_line_of_json(monkeypatch, capsys
     assert found["versions"]["jax"] == jax.__version__
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_step_that_is_not_the_oracles_is_a_no_and_the_command_fails_after_its_tables(monkeypatch, capsys, result):
     class Wrong:
         def verify(self, *args):
@@ -155,7 +155,7 @@ def test_a_step_that_is_not_the_oracles_is_a_no_and_the_command_fails_after_its_
     assert next(line for line in capsys.readouterr().out.splitlines() if line.startswith("mlp ")).split()[4] == "no"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_labels_of_the_figure_overlap(result):
     with Image.open(result.figure) as image:
         image.verify()

@@ -45,7 +45,7 @@ def result(tmp_path_factory):
     return run(dataclasses.replace(TINY, no_figure=False, figure=figure))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_each_schedule_has_a_row_beside_the_fastest_plain_steps(result):
     first, second = result.steps
     assert (first.schedule, first.stages, second.schedule, second.stages) == ("1f1b", 2, "zb-v", 4)
@@ -64,7 +64,7 @@ def test_each_schedule_has_a_row_beside_the_fastest_plain_steps(result):
     assert min(made.seconds, made.again, made.plain) > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_parts_of_the_host_time_are_the_call(result):
     *kinds, loop, around, whole = result.host
     counts = {row.what: row.count for row in kinds}
@@ -74,7 +74,7 @@ def test_the_parts_of_the_host_time_are_the_call(result):
     assert (around.what, whole.what) == ("around the instructions", "pipe.step")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_larger_plan_has_more_instructions(result):
     less, more = result.growth
     assert less.instructions < more.instructions
@@ -84,7 +84,7 @@ def test_a_larger_plan_has_more_instructions(result):
     assert lowered.seconds == lowered.lines + lowered.slots
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_thread_wide_stages_are_compared_with_the_formula(result):
     one = result.one_thread
     assert set(one.seconds) == {"naive", "1f1b", "gpipe", "plain"}
@@ -96,7 +96,7 @@ def test_one_thread_wide_stages_are_compared_with_the_formula(result):
     assert one.ideal == ideal(4, 2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_tables_show_the_rows_as_text_and_as_markdown(result):
     text, marked = summary(result), summary(dataclasses.replace(result, config=dataclasses.replace(TINY, markdown=True)))
     for title in ("A step, over", "The first step", "Peak memory", "Where the host", "Host time an", "Lowering", "one thread"):
@@ -106,7 +106,7 @@ def test_the_tables_show_the_rows_as_text_and_as_markdown(result):
     assert json.loads(result.to_json())["steps"][0]["schedule"] == "1f1b"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_figure_is_drawn(result):
     with Image.open(result.figure) as image:
         assert 800 <= image.width <= 2000

@@ -52,7 +52,7 @@ def rows_of(result, way):
     return [row for group in result.groups for row in group.rows if row.way == way]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_there_is_a_row_a_way_and_number_of_tasks(result):
     assert [group.num_tasks for group in result.groups] == [2, 5]
     for group in result.groups:
@@ -63,7 +63,7 @@ def test_there_is_a_row_a_way_and_number_of_tasks(result):
         assert min(group.load, group.store) > 0 and group.clock >= 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_device_bytes_of_a_bank_are_those_of_theta_and_two_sets_and_do_not_grow(result):
     sizes = {way: [sum(row.device_bytes) for row in rows_of(result, way)] for way in WAYS}
     one, shared = result.groups[0].set_bytes, shared_bytes()
@@ -102,14 +102,14 @@ def shared_bytes() -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_host_bytes_are_those_of_all_sets_where_there_is_a_bank(result):
     for group in result.groups:
         expected = [0, *[group.num_tasks * group.set_bytes] * 3]
         assert [row.host_bytes for row in group.rows] == expected
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_banks_end_with_the_bits_of_the_resident_training_and_no_step_but_the_first_compiles(result):
     for group in result.groups:
         resident, *banks, pipeline = group.rows
@@ -236,7 +236,7 @@ def test_steps_are_waited_for_one_by_one_before_the_timed_ones_and_between_them_
     assert all(seconds > 0 and host > 0 for seconds, host in found.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_table_has_a_line_a_row_and_what_moving_a_set_costs(result):
     head, *lines = table(result).splitlines()
     assert head.split()[:2] == ["T", "way"]
@@ -249,7 +249,7 @@ def test_the_table_has_a_line_a_row_and_what_moving_a_set_costs(result):
     assert "of a resident step" in lines[-1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_labels_of_the_figure_overlap(result):
     with Image.open(result.figure) as image:
         image.verify()
@@ -264,7 +264,7 @@ def test_no_labels_of_the_figure_overlap(result):
         assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_prints_the_table_and_writes_the_line_of_json(monkeypatch, capsys, tmp_path, result):
     path = tmp_path / "results.jsonl"
     monkeypatch.setattr(module, "run", lambda config: dataclasses.replace(result, config=config))
@@ -278,7 +278,7 @@ def test_the_command_prints_the_table_and_writes_the_line_of_json(monkeypatch, c
     assert found["groups"][1]["rows"][0]["accuracies"] == list(result.groups[1].rows[0].accuracies)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_matplotlib_there_is_a_message_and_no_figure(monkeypatch, tmp_path, capsys, result):
     monkeypatch.setattr("experiments.options.has_matplotlib", lambda: False)
     monkeypatch.setattr(module, "compare", lambda *_: result.groups[0])

@@ -24,7 +24,7 @@ def result():
     return run(TINY)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_each_model_learns_something_and_has_a_row(result):
     assert [(row.model, row.num_stages) for row in result.rows] == [("mlp", 2), ("resnet", 2)]
     for row in result.rows:
@@ -39,7 +39,7 @@ def test_each_model_learns_something_and_has_a_row(result):
         assert line.endswith(row.crossings)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_line_of_json_has_everything(result):
     found = json.loads(result.to_json())
     assert found["config"]["steps"] == TINY.steps
@@ -48,7 +48,7 @@ def test_the_line_of_json_has_everything(result):
     assert found["rows"][0]["stages"] == result.rows[0].stages
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_prints_the_table_and_writes_the_line(monkeypatch, capsys, tmp_path, result):
     path = tmp_path / "results.jsonl"
     monkeypatch.setattr(module, "run", lambda config: dataclasses.replace(result, config=config))

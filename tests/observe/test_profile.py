@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import json
 
@@ -23,26 +24,34 @@ from tests.models import gpt_case, mlp_case
 
 RESOLUTION = 1e-5  # seconds: the stamps of different threads
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+SHORT = ("1f1b", "zb-h1")
 
 
 @pytest.fixture(scope="module")
-def runs():
-    """A pipeline with its state, and its profile, for each schedule."""
-    case, found = mlp_case(batch_size=16), {}
-    for name in NAMES:
+def run():
+    """A function of the name of a schedule: a pipeline, its state, that state before it was profiled, and the profile."""
+    case = mlp_case(batch_size=16)
+
+    @functools.cache
+    def run(name):
         options = {"num_stages": 4, "num_microbatches": 4, "schedule": name, "has_aux": True}
         pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), **options)
         state = pipe.init(case.init, jax.random.key(0), case.batch)
         before = jax.tree.map(np.asarray, state)
-        profile = pipe.profile(state, case.batch, num_steps=2)
-        found[name] = pipe, state, before, profile
-    return found
+        return pipe, state, before, pipe.profile(state, case.batch, num_steps=2)
+
+    return run
+
+
+each_schedule = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in NAMES]
+)
 
 
 @pytest.mark.parametrize("clock", ["trace", "isolated"])
-@pytest.mark.parametrize("name", NAMES)
-def test_the_timeline_obeys_the_schedule(runs, name, clock):
-    pipe, _, _, profile = runs[name]
+@each_schedule
+def test_the_timeline_obeys_the_schedule(run, name, clock):
+    pipe, _, _, profile = run(name)
     assert not profile.missing, "every instruction of the plan has its run in the trace"
     assert profile.clock == "isolated", "the default on CPU"
     profile, schedule = dataclasses.replace(profile, clock=clock), pipe.schedule
@@ -64,9 +73,9 @@ def test_the_timeline_obeys_the_schedule(runs, name, clock):
         assert all(a.end <= b.start for a, b in itertools.pairwise(spans))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_busy_and_idle_time_are_the_step_and_every_run_is_counted_once(runs, name):
-    profile = dataclasses.replace(runs[name][3], clock="trace")
+@each_schedule
+def test_busy_and_idle_time_are_the_step_and_every_run_is_counted_once(run, name):
+    profile = dataclasses.replace(run(name)[3], clock="trace")
     taken = sum(span.end - span.start for span in profile.actions.values())
     assert sum(profile.busy) == pytest.approx(taken, rel=0.05) or profile.beside
     for busy, idle in zip(profile.busy, profile.idle, strict=True):
@@ -80,9 +89,9 @@ def test_busy_and_idle_time_are_the_step_and_every_run_is_counted_once(runs, nam
     assert all(len(taken) <= 2 for taken in later), "one program takes one time, whichever microbatch it is of"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_causes_sum_to_the_idle_time_and_none_is_negative(runs, name):
-    profile = runs[name][3]
+@each_schedule
+def test_the_causes_sum_to_the_idle_time_and_none_is_negative(run, name):
+    profile = run(name)[3]
     for idle, busy, causes in zip(profile.idle, profile.busy, profile.causes, strict=True):
         assert sum(causes) == pytest.approx(idle, rel=1e-6)
         assert min(causes) >= -1e-9
@@ -92,20 +101,20 @@ def test_the_causes_sum_to_the_idle_time_and_none_is_negative(runs, name):
     assert max(profile.step_seconds) >= max(span.end for span in profile.spans) * 0.95
 
 
-def test_profiling_leaves_the_state_as_it_was_and_the_pipeline_goes_on(runs):
-    pipe, state, before, _ = runs["1f1b"]
+def test_profiling_leaves_the_state_as_it_was_and_the_pipeline_goes_on(run):
+    pipe, state, before, _ = run("1f1b")
     jax.tree.map(np.testing.assert_array_equal, state, before)
     case = mlp_case(batch_size=16)
     _, metrics = pipe.step(state, case.batch, donate=False)
     assert jnp.isfinite(metrics.loss)
 
 
-def test_the_number_of_transfers_is_that_of_the_boundaries_between_ranks(runs):
-    for name in ("1f1b", "zb-v", "interleaved"):
-        pipe, _, _, profile = runs[name]
-        owner = pipe.schedule.stage_to_rank
-        crossings = sum(a != b for a, b in itertools.pairwise(owner))
-        assert len(profile.transfers) == 2 * crossings * 4, name
+@each_schedule
+def test_the_number_of_transfers_is_that_of_the_boundaries_between_ranks(run, name):
+    pipe, _, _, profile = run(name)
+    owner = pipe.schedule.stage_to_rank
+    crossings = sum(a != b for a, b in itertools.pairwise(owner))
+    assert len(profile.transfers) == 2 * crossings * 4
 
 
 def span(label, action, rank, start, end, begun=None, sends=False):
@@ -177,8 +186,8 @@ def test_waiting_for_copies_of_residuals_is_waiting_for_transfers():
     assert "warning: to copy the residuals of stage 0 to host memory or back takes 3,000 ms, longer than a forward" in text
 
 
-def test_the_trace_has_one_lane_for_each_rank_and_its_durations_are_the_profiles(runs):
-    profile = dataclasses.replace(runs["zb-h1"][3], clock="trace")
+def test_the_trace_has_one_lane_for_each_rank_and_its_durations_are_the_profiles(run):
+    profile = dataclasses.replace(run("zb-h1")[3], clock="trace")
     events = json.loads(jaxpp.observe.to_perfetto(profile))["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert [names[rank, 0] for rank in range(4)] == ["computes"] * 4
@@ -202,8 +211,8 @@ def test_the_trace_has_one_lane_for_each_rank_and_its_durations_are_the_profiles
     assert ends == pytest.approx(1e6 * profile.seconds)
 
 
-def test_a_profile_prints_and_draws_itself(runs):
-    profile = runs["zb-v"][3]
+def test_a_profile_prints_and_draws_itself(run):
+    profile = run("zb-v")[3]
     assert "zb-v: 2 ranks, 4 stages, 4 microbatches; each program alone, on devices of its own: " in str(profile)
     assert "optimizer" in str(profile)
     page = profile._repr_html_()
@@ -218,18 +227,18 @@ def test_a_profile_prints_and_draws_itself(runs):
     assert {"traced", "each program alone, on devices of its own"} <= titles
 
 
-def test_shares_sum_to_one_and_the_latencies_cover_all_actions(runs):
-    for name in NAMES:
-        profile = runs[name][3]
-        assert sum(profile.shares) == pytest.approx(1)
-        assert min(profile.shares) >= 0
-        spans = profile.actions.values()
-        assert max(profile.latencies) < max(span.end for span in spans) - min(span.start for span in spans) + 1e-12
-        assert sum(profile.latencies) >= covered(spans) - 1e-12  # each action lies in the time of its microbatch
+@each_schedule
+def test_shares_sum_to_one_and_the_latencies_cover_all_actions(run, name):
+    profile = run(name)[3]
+    assert sum(profile.shares) == pytest.approx(1)
+    assert min(profile.shares) >= 0
+    spans = profile.actions.values()
+    assert max(profile.latencies) < max(span.end for span in spans) - min(span.start for span in spans) + 1e-12
+    assert sum(profile.latencies) >= covered(spans) - 1e-12  # each action lies in the time of its microbatch
 
 
-def test_the_json_has_every_number(runs):
-    profile = runs["1f1b"][3]
+def test_the_json_has_every_number(run):
+    profile = run("1f1b")[3]
     found = json.loads(jaxpp.observe.to_json(profile))
     assert found["seconds"] == profile.seconds
     assert [span["label"] for span in found["spans"]] == [span.label for span in profile.spans]
@@ -240,19 +249,19 @@ def test_the_json_has_every_number(runs):
     assert found["schedule"]["rows"][1][0] == "1F0"
 
 
-def test_the_memory_curve_has_the_peak_of_the_account_and_ends_with_the_step(runs):
-    for name in NAMES:
-        profile = runs[name][3]
-        for device, curve in zip(profile.ledger.liveness.devices, profile.memory, strict=True):
-            levels = profile.ledger.liveness.levels[device].sum(axis=1)
-            assert max(map(sum, curve.levels)) == levels.max()
-            assert (sum(curve.levels[0]), sum(curve.levels[-1])) == (levels[0], levels[-1])
-            assert all(a <= b for a, b in itertools.pairwise(curve.times))
-            assert curve.times[-1] == pytest.approx(1e3 * max(span.end for span in profile.spans))
-            lasting = [MEMORY_KINDS.index(kind) for kind in ("parameters", "optimizer")]
-            assert min(level[k] for level in curve.levels for k in lasting) > 0, "what is taken over does not vanish between"
-            idle = curve.levels[bisect.bisect_left(curve.times, curve.times[-1]) - 1]  # of several levels at one time the last
-            assert idle[MEMORY_KINDS.index("residuals")] == 0, "what was let go is gone"
+@each_schedule
+def test_the_memory_curve_has_the_peak_of_the_account_and_ends_with_the_step(run, name):
+    profile = run(name)[3]
+    for device, curve in zip(profile.ledger.liveness.devices, profile.memory, strict=True):
+        levels = profile.ledger.liveness.levels[device].sum(axis=1)
+        assert max(map(sum, curve.levels)) == levels.max()
+        assert (sum(curve.levels[0]), sum(curve.levels[-1])) == (levels[0], levels[-1])
+        assert all(a <= b for a, b in itertools.pairwise(curve.times))
+        assert curve.times[-1] == pytest.approx(1e3 * max(span.end for span in profile.spans))
+        lasting = [MEMORY_KINDS.index(kind) for kind in ("parameters", "optimizer")]
+        assert min(level[k] for level in curve.levels for k in lasting) > 0, "what is taken over does not vanish between"
+        idle = curve.levels[bisect.bisect_left(curve.times, curve.times[-1]) - 1]  # of several levels at one time the last
+        assert idle[MEMORY_KINDS.index("residuals")] == 0, "what was let go is gone"
 
 
 @pytest.mark.long
@@ -268,15 +277,15 @@ def test_a_loss_with_tied_parameters_a_key_and_fewer_devices_is_profiled():
 
 
 @pytest.mark.parametrize("num_steps", [0, -1, 1.5, True])
-def test_fewer_than_one_step_is_refused(runs, num_steps):
-    pipe, state, _, _ = runs["1f1b"]
+def test_fewer_than_one_step_is_refused(run, num_steps):
+    pipe, state, _, _ = run("1f1b")
     with pytest.raises(ArgumentError, match=r"counts are whole numbers of at least 1\.\n  Got: num_steps="):
         pipe.profile(state, mlp_case(batch_size=16).batch, num_steps=num_steps)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_pebbles_are_as_many_as_the_residuals_that_are_held(runs, name):
-    profile = runs[name][3]
+@each_schedule
+def test_pebbles_are_as_many_as_the_residuals_that_are_held(run, name):
+    profile = run(name)[3]
     liveness = profile.ledger.liveness
     lives = lifetimes(profile.bars)
     for stage in range(profile.schedule.num_stages):

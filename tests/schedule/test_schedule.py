@@ -14,6 +14,7 @@ import jaxpp
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule import SCHEDULES, Action, Kind, Schedule, dependencies, from_csv, make, parse
 from jaxpp.schedule.clock import Timing, bars, replay
+from tests.grids import covering
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 PYTORCH = sorted((GOLDEN / "pytorch").glob("*.csv"))
@@ -64,8 +65,7 @@ def broken_laws(schedule, p, m, v):
         yield "dispatch order is not the rows' order"
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize(("p", "name"), covering(range(1, 9), list(SCHEDULES)))
 def test_the_laws_hold_at_every_size(name, p):
     checked = 0
     for _, m, v in sizes(name, ranks=[p]):

@@ -26,6 +26,7 @@ from jaxpp.stages.cuts.by_step import Links, balance_step, step_costs
 from jaxpp.stages.estimate import CPU_RATES, SpineCosts
 from jaxpp.stages.loss.traced_loss import trace_loss
 from jaxpp.stages.remat import Least
+from tests.grids import covering
 from tests.stages.test_balance import MODELS, traced
 
 
@@ -84,9 +85,11 @@ def is_even(loss, cuts):
 KINDS = {"1f1b": (2, 3, 4), "interleaved": (2, 4), "zb-v": (2, 4), "zb-h1": (3,)}
 
 
-@pytest.mark.parametrize(("name", "num_stages"), [(name, count) for name, counts in KINDS.items() for count in counts])
-@pytest.mark.parametrize("few", [4096, 40], ids=["all cuts", "moves"])
-def test_the_step_is_as_short_as_the_shortest_of_all_cuts(name, num_stages, few, monkeypatch):
+@pytest.mark.parametrize(
+    ("few", "kind"), covering([4096, 40], [(name, count) for name, counts in KINDS.items() for count in counts])
+)
+def test_the_step_is_as_short_as_the_shortest_of_all_cuts(kind, few, monkeypatch):
+    name, num_stages = kind
     monkeypatch.setattr(by_step, "_FEW", few)
     for seed in range(13):
         rng = np.random.default_rng(seed)

@@ -25,6 +25,7 @@ from jaxpp.targets import target
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from models.gpt import GPT
 from models.mlp import MLP
+from tests.grids import covering
 from tests.models import gpt_case, mlp_case
 
 
@@ -80,8 +81,7 @@ def test_a_scan_costs_its_body_times_its_length():
     assert sum(map(count_flops, graph.eqns)) == 6 * 2 * 4 * 4 * 4
 
 
-@pytest.mark.parametrize("compute", [None, "bfloat16"])
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(("stages", "compute"), covering([1, 2, 4], [None, "bfloat16"]))
 def test_residuals_hold_nothing_that_depends_on_parameters_alone(make_case, compute, stages):
     case = make_case("float32", compute=compute)
     weights = {leaf.shape for leaf in jax.tree.leaves(case.params) if leaf.ndim > 1}

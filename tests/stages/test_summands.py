@@ -17,6 +17,7 @@ from jaxpp.stages.graph import trace
 from jaxpp.stages.summands import summands_of
 from jaxpp.targets import target
 from jaxpp.verify import compare, oracle
+from tests.grids import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore::jaxpp.UnevenStagesWarning", "ignore::jaxpp.MicrobatchWarning")
 
@@ -115,8 +116,7 @@ def params_of(dtype):
     return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(("loss_fn", "dtype"), covering(LOSSES, ["float64", "float32"]))
 def test_gradients_equal_those_of_one_device_whatever_reads_the_table(loss_fn, dtype, monkeypatch):
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
         params = params_of(dtype)
@@ -160,20 +160,19 @@ def test_a_sum_of_few_digits_adds_a_microbatch_at_once():
     assert parts(embedded, "bfloat16") == (1, 0)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"data_parallel": 2},
-        {"loss_scale": DynamicScale()},
-        {"fuse": True},
-        {"mesh": (2, 1, 2), "shardings": {"**": PartitionSpec(), "table": PartitionSpec("model")}},
-        {"mesh": (2, 2, 2), "shardings": {"**": PartitionSpec(), "table": PartitionSpec(None, "model")}},
-        {"weight": lambda x: (x > 0).sum()},
-    ],
-    ids=["replicas", "loss scale", "fused", "rows sharded", "columns sharded", "weights"],
-)
-@pytest.mark.parametrize("loss_fn", [embedded, tied], ids=lambda loss: loss.__name__)
-def test_steps_are_verified_on_replicas_meshes_and_with_scales(loss_fn, options):
+OPTIONS = {
+    "replicas": {"data_parallel": 2},
+    "loss scale": {"loss_scale": DynamicScale()},
+    "fused": {"fuse": True},
+    "rows sharded": {"mesh": (2, 1, 2), "shardings": {"**": PartitionSpec(), "table": PartitionSpec("model")}},
+    "columns sharded": {"mesh": (2, 2, 2), "shardings": {"**": PartitionSpec(), "table": PartitionSpec(None, "model")}},
+    "weights": {"weight": lambda x: (x > 0).sum()},
+}
+
+
+@pytest.mark.parametrize(("loss_fn", "name"), covering([embedded, tied], list(OPTIONS)))
+def test_steps_are_verified_on_replicas_meshes_and_with_scales(loss_fn, name):
+    options = OPTIONS[name]
     if "mesh" in options:
         count = np.prod(options["mesh"])
         options = options | {"mesh": Mesh(np.array(jax.devices()[:count]).reshape(options["mesh"]), ("pipe", "data", "model"))}
