@@ -233,11 +233,14 @@ class Engine:
         plan, _ = compile_plan(bound, self.programs, self.preparer.groups, inputs, outputs, leaves=leaves)
         return execute(plan, arguments)
 
-    def visited(self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name]) -> tuple[Builder, list[Name]]:
+    def visited(
+        self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name], *, consumes: bool = False
+    ) -> tuple[Builder, list[Name]]:
         """The lines with copies of what waits in host memory, and what the outputs are then called."""
         if not self.options.waiting:
             return builder, list(outputs)
-        visits = Visits(builder, self.placement.places, self.options.waiting, self.placed.numbers, inputs, outputs)
+        let_go = _delete if consumes else None
+        visits = Visits(builder, self.placement.places, self.options.waiting, self.placed.numbers, inputs, outputs, let_go)
         made, copies = visits.run()
         return made, [copies.get(name, name) for name in outputs]
 
@@ -356,7 +359,8 @@ class Engine:
         if step.visits:
             builder.lines = early(builder.lines)
         flat, tree = jax.tree.flatten(found, is_leaf=lambda value: isinstance(value, Name))
-        builder, flat = self.visited(builder, inputs, flat)
+        consumes = purpose == "update" and donate and not any(flags()) and not calls_host(self.update.graph.eqns)
+        builder, flat = self.visited(builder, inputs, flat, consumes=consumes)
         lowered = LoweredStep(bind_lines(builder, self.placement), step, inputs, tree.unflatten(flat))
         return self._in_flow(lowered) if purpose == "update" and self.options.delay and donate else lowered
 
@@ -503,8 +507,15 @@ def open_engine(
     return engine.with_schedule(made_for(options, first, programs)) if options.made_to_measure else engine
 
 
+def _delete(*values: Array) -> tuple[()]:
+    """Delete what waited in host memory; copies under way still end."""
+    for value in values:
+        value.delete()
+    return ()
+
+
 def _let_go(old: Leaves[Array], new: Leaves[Array]) -> None:
-    """Delete what waited in host memory before a step, but for what is in the new state too; copies under way still end."""
+    """Delete what waited in host memory before a step and is there still, but for what is in the new state too."""
     kept = set(map(id, new.flat()))
     for leaf in old.flat() if new.flat() else ():
         if leaf.sharding.memory_kind == HOST_MEMORY and id(leaf) not in kept:
