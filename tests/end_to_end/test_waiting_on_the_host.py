@@ -1,7 +1,11 @@
 """``host=``: parameters and the optimizer wait in host memory, and nothing else is different, bit by bit."""
 
 import gc
+import os
+import subprocess
+import sys
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import chex
 import jax
@@ -25,6 +29,7 @@ from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.program import Ref, Role
 from tests.random_models import random_model
 
+ROOT = Path(__file__).parents[2]
 HOST = "pinned_host"
 WIDTH = 16
 BATCH = jnp.asarray(np.random.default_rng(1).normal(size=(16, WIDTH)), jnp.float32)
@@ -305,6 +310,17 @@ def test_a_checkpoint_opens_in_host_memory_and_goes_on_with_the_same_bits(tmp_pa
     expected, _ = pipe.step(state, BATCH, KEY)
     same(opened.step(restored, BATCH, KEY)[0], expected)
     same(resident.step(back, BATCH, KEY)[0], expected)
+
+
+@pytest.mark.long
+def test_saving_and_opening_a_checkpoint_takes_a_few_leaves_and_never_a_second_state(tmp_path):
+    for word in ("save", "restore"):
+        command = [sys.executable, "-m", "tests.end_to_end.restore_run", str(tmp_path / "state"), word]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        beyond, size, *kinds = done.stdout.split()
+        assert kinds == [HOST]
+        assert int(beyond) < 0.75 * int(size), word
 
 
 @pytest.mark.long
