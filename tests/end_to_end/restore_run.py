@@ -1,4 +1,4 @@
-"""Saves or restores a state that waits in host memory, in a process of its own, and prints what memory that took beyond the state."""
+"""Saves or restores a state that waits in host memory, and prints what memory of the process that took beyond the state."""
 
 import sys
 import threading
@@ -49,7 +49,7 @@ def loss_fn(params, x):
 def run(path: Path, *, saves: bool):
     order = jaxpp.schedule.make("looped-bfs", num_ranks=1, num_microbatches=2, stages_per_rank=LAYERS)
     pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-2), num_stages=LAYERS, num_microbatches=2, schedule=order, host="params")
-    given = lambda key: list(jax.random.normal(key, (LAYERS, WIDTH, WIDTH)) / 32), jax.random.key(0), jnp.ones((2, WIDTH))  # noqa: E731
+    given = lambda key: list(jax.random.normal(key, (LAYERS, WIDTH, WIDTH)) / 32), jax.random.key(0), jnp.ones((2, WIDTH))
     with ocp.StandardCheckpointer() as checkpointer:
         if saves:
             state = pipe.init(*given)
