@@ -184,7 +184,7 @@ class _Search:
         best = self._cheapest(self._fitting(full, ("offload",)))
         if best is None or self.evaluator.seconds(best) > self.evaluator.seconds(self.asked):
             best = self._cheapest(self._fitting(full, ("offload", *_SHARES, "recompute")))
-        return self._cheapest(self._fitting(full, ("recompute", _BOTH))) if best is None else best
+        return self._cheapest(self._fitting(full, ("offload", "recompute", _BOTH))) if best is None else best
 
     def least(self) -> dict[Device, int]:
         """The fewest bytes of each device at its peak, of what was tried; of arrays alone, if nothing was compiled yet."""
@@ -212,12 +212,16 @@ class _Search:
         """
         moves = {moved.forward.stage for moved in offloads(self.schedule.rows, (1,) * self.schedule.num_stages)}
         stages = [stage for stage, home in enumerate(self.devices) if home == device]
-        for own in itertools.product(("least", *ways), repeat=len(stages)):
-            shared = {way for way in own if isinstance(way, float)}
-            in_order = bool(shared) or list(own) == sorted(own, key=(_BOTH, "recompute", "offload", "least").index)
-            if set(own) == {"least"} or (len(stages) > _MOST_STAGES and not in_order) or (shared and len(set(own)) > 1):
-                continue
-            if all(stage in moves for stage, way in zip(stages, own, strict=True) if way in ("offload", _BOTH)):
+        whole = [way for way in (_BOTH, "recompute", "offload", "least") if way in ("least", *ways)]
+        if len(stages) > _MOST_STAGES:
+            every = itertools.combinations_with_replacement(whole, len(stages))
+        else:
+            every = itertools.product(reversed(whole), repeat=len(stages))
+        shared = ((way,) * len(stages) for way in ways if isinstance(way, float))
+        for own in itertools.chain(every, shared):
+            if set(own) != {"least"} and all(
+                stage in moves for stage, way in zip(stages, own, strict=True) if way in ("offload", _BOTH)
+            ):
                 choice = dict(zip(stages, own, strict=True))
                 yield tuple(choice.get(stage, "least") for stage in range(self.schedule.num_stages))
 
