@@ -163,7 +163,7 @@ for width, depth in ((4096, 40), (6656, 60)):
 # ## What to look out for
 #
 # - **Host memory** is what limits the model: 12 bytes a parameter, and the inputs of the stages. A box of 256 GB trains up to
-#   20 billion parameters this way, and 32 billion need 420 GB.
+#   18 billion parameters this way, and 32 billion need 420 GB.
 # - **Tokens in a step**: below the number above, a step takes what the link takes. Accumulate more microbatches.
 # - **Cards that share a link**: the copies of all cards run at once. Where two cards share the lanes of one slot, or the memory of
 #   the host is slower than all links together, divide the rate of the link.

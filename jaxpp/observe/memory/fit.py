@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -184,7 +185,10 @@ class _Search:
         best = self._cheapest(self._fitting(full, ("offload",)))
         if best is None or self.evaluator.seconds(best) > self.evaluator.seconds(self.asked):
             best = self._cheapest(self._fitting(full, ("offload", *_SHARES, "recompute")))
-        return self._cheapest(self._fitting(full, ("offload", "recompute", _BOTH))) if best is None else best
+        if best is None:
+            few = max(Counter(self.devices).values()) <= _MOST_STAGES
+            best = self._cheapest(self._fitting(full, ("offload", "recompute", _BOTH) if few else ("recompute", _BOTH)))
+        return best
 
     def least(self) -> dict[Device, int]:
         """The fewest bytes of each device at its peak, of what was tried; of arrays alone, if nothing was compiled yet."""
