@@ -22,7 +22,7 @@ from jaxpp.forward.forward import Forward, Lend, Setup
 from jaxpp.observe.collectives import Collectives, collectives_of
 from jaxpp.observe.dead_stages import Detector
 from jaxpp.observe.memory.forecast import parse_bytes
-from jaxpp.observe.profile.record import Steps, Work
+from jaxpp.observe.profile.record import Flowing, Steps, Work
 from jaxpp.observe.profile.trace import STEP
 from jaxpp.options import Options
 from jaxpp.plan.builder import Name
@@ -746,8 +746,15 @@ class Pipeline(Forward):
             with super()._work(state_or_params, batch, key, fn, num_batches, task) as work:
                 yield work
             return
-        if num_batches != 1:
-            rule, fix = "steps follow one another one by one", "pass fn=... for the forwards of a function, or num_batches=1"
-            raise ArgumentError("pipe.profile", rule, f"num_batches={num_batches!r} without fn", fix)
+        where, got = "pipe.profile", f"num_batches={num_batches!r} without fn"
+        if num_batches != 1 and not self._options.delay:
+            rule, fix = "steps follow one another one by one", "make the pipeline with delay=1, or pass fn=..., or num_batches=1"
+            raise ArgumentError(where, rule, got, fix)
         with self._whole("profile", state_or_params, batch, key, task) as (engine, leaves):
-            yield Steps(engine, leaves, batch, key)
+            if num_batches == 1:
+                yield Steps(engine, leaves, batch, key)
+                return
+            if engine.at(batch).lower("update", batch, key).flow is None:
+                rule, fix = "each of these steps ends before the next begins (docs/limits.md says when)", "pass num_batches=1"
+                raise ArgumentError(where, rule, got, fix)
+            yield Flowing(engine, leaves, batch, key, num_batches)

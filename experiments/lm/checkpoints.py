@@ -32,6 +32,7 @@ from experiments.options import ConfigError, check_folder
 __all__ = ["CheckpointError", "Checkpoints", "History", "Times"]
 
 DIGESTS = "digests.json"  # in the folder of a step: the SHA-256 of each of its files
+ADDED = {"optimizer": "adamw", "delay": 0, "feedback": 0.0}  # what runs had that were saved before this could be chosen
 KEPT = 2  # checkpoints in the folder; the older ones are deleted when a newer one is whole
 
 
@@ -249,7 +250,7 @@ class Checkpoints:
     def _read(self) -> History:
         """What was saved beside the newest state, if it was the same run."""
         found = self._restore("run", self._orbax.args.JsonRestore())
-        before = found["settings"]
+        before = ADDED | found["settings"]
         if odd := [name for name, value in self._settings.items() if before.get(name) != value]:
             was, now = (" ".join(_typed(name, values.get(name)) for name in odd) for values in (before, self._settings))
             rule = f"the run that is saved there had {was}, and this command has {now}"

@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import math
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ from experiments.lm import text
 from experiments.lm.checkpoints import Checkpoints, History, Times
 from experiments.lm.interrupts import Interrupted, StopRequest
 from experiments.lm.meter import Meter
+from experiments.lm.optimizers import RATES, OptimizerName, make_optimizer
 from experiments.lm.plain import Plain
 from experiments.options import ConfigError, check_multiple, check_numbers
 from experiments.results import Findings, command
@@ -33,7 +35,7 @@ __all__ = ["Config", "Result", "main", "run"]
 
 DESCRIPTION = "Train a GPT on text as bytes, pipelined over several devices, or with --plain on one."
 # What a resumed run may not change: its losses would not be those of the run that was interrupted.
-FIXED = "width depth heads length batch steps lr dropout dtype eval_batches seed".split()
+FIXED = "width depth heads length batch steps optimizer lr delay feedback dropout dtype eval_batches seed".split()
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,10 @@ class Config:
         length: tokens of a sequence; a token is a byte.
         batch: sequences a step.
         steps: optimizer steps.
-        lr: the highest learning rate, after a warm-up and before a cosine decay to a tenth of it.
+        optimizer: muon trains the embedding, the biases and the norms with adamw, at that one's own learning rate.
+        lr: the highest learning rate, after a warm-up and before a cosine decay to a tenth of it; each optimizer has its own.
+        delay: 1 for gradients that are late by one step, so that no step waits for the optimizer; 0 for none.
+        feedback: a correction of late gradients: each update has this much of its difference to the last one added.
         dropout: rate.
         dtype: type to compute in; parameters are float32.
         eval_every: steps between losses on the held-out text.
@@ -78,7 +83,10 @@ class Config:
     length: int = 64
     batch: int = 16
     steps: int = 300
-    lr: float = 3e-3
+    optimizer: OptimizerName = "adamw"
+    lr: float | None = None
+    delay: Literal[0, 1] = 0
+    feedback: float = 0.0
     dropout: float = 0.1
     dtype: Literal["float32", "bfloat16"] = "float32"
     eval_every: int = 50
@@ -97,8 +105,15 @@ class Config:
         check_multiple(self, "width", "heads", "heads share the width equally")
         if self.plain and self.hosts:
             raise ConfigError("--plain --hosts: --plain trains on one device. Fix: pass one of the two.")
-        if not (self.lr > 0 and self.temperature > 0):
+        if not ((self.lr is None or self.lr > 0) and self.temperature > 0):
             raise ConfigError(f"--lr {self.lr} --temperature {self.temperature}: both are above 0. Fix: pass a number above 0.")
+        if not 0 <= self.feedback < math.inf:
+            raise ConfigError(f"--feedback {self.feedback}: a share of a difference is 0 or more. Fix: pass 0.5, or 0 for none.")
+
+    @property
+    def rate(self) -> float:
+        """The highest learning rate."""
+        return RATES[self.optimizer] if self.lr is None else self.lr
 
 
 @dataclass(frozen=True)
@@ -203,7 +218,7 @@ def open_checkpoints(config: Config, corpus: text.Corpus) -> Checkpoints | None:
     if config.checkpoint is None:
         return None
     names = [*FIXED, "microbatches"] if config.dropout else FIXED
-    settings = {name: getattr(config, name) for name in names} | {"text": corpus.digest}
+    settings = {name: getattr(config, name) for name in names} | {"lr": config.rate, "text": corpus.digest}
     return Checkpoints(config.checkpoint, settings, go_on=config.on_save_error == "go-on")
 
 
@@ -286,14 +301,16 @@ def check_interrupted(config: Config, checkpoints: Checkpoints, state: jaxpp.Sta
 
 def make_trainer(config: Config, loss_fn: Any) -> jaxpp.Pipeline | Plain:
     """The pipeline, or its equivalent on one device."""
-    warm_up = max(1, config.steps // 10)
-    rate = optax.warmup_cosine_decay_schedule(config.lr / 10, config.lr, warm_up, max(config.steps, warm_up + 1), config.lr / 10)
-    decayed = optax.adamw(rate, b2=0.99, weight_decay=0.1, mask=_is_matrix)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), decayed)
+    optimizer = make_optimizer(config.optimizer, config.steps, config.rate, config.feedback)
     if config.plain:
-        return Plain(loss_fn, optimizer, num_microbatches=config.microbatches)
+        return Plain(loss_fn, optimizer, num_microbatches=config.microbatches, delay=config.delay)
     return jaxpp.Pipeline(
-        loss_fn, optimizer, num_stages=config.stages, num_microbatches=config.microbatches, schedule=config.schedule
+        loss_fn,
+        optimizer,
+        num_stages=config.stages,
+        num_microbatches=config.microbatches,
+        schedule=config.schedule,
+        delay=config.delay,
     )
 
 
@@ -371,10 +388,6 @@ def _saving(times: Times | None) -> list[str]:
 
 def _cross_entropy(logits: Any, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), targets).mean()
-
-
-def _is_matrix(params: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
 def _devices_of(tree: Any) -> tuple[str, ...]:

@@ -271,5 +271,6 @@ print(tuning.best)
 #
 # </details>
 #
-# This is the last chapter. The guide [Find the best pipeline](../../docs/guide/tune.md) goes on from here, with limits on memory,
-# and with several hosts.
+# The guide [Find the best pipeline](../../docs/guide/tune.md) goes on from here, with limits on memory, and with several hosts.
+#
+# Next: [16. Why wait?](16_why_wait.ipynb)

@@ -442,26 +442,37 @@ class Engine:
         with transfers(call_of(purpose, is_loss=self.options.is_loss)):
             return lowered.outcome(execute(plan, arguments, observer, hold))
 
-    def flow(self, given: Leaves[Array] | Tail, batch: Batch, key: Key | None, hold: Callable[[], None]) -> Tail | None:
+    def flow(
+        self,
+        given: Leaves[Array] | Tail,
+        batch: Batch,
+        key: Key | None,
+        hold: Callable[[], None],
+        *,
+        observer: Observer | None = None,
+        watched: bool = False,
+    ) -> Tail | None:
         """Hand over a step up to its last forwards, on a state or beside the rest of the step before it.
+
+        The observer sees every instruction, if ``watched`` also whether it is done.
 
         Returns:
             the rest of the step; None where steps do not flow.
         """
-        plan, lowered = self.plan("update", batch, key)
+        plan, lowered = self.plan("update", batch, key, watched=watched)
         if lowered.flow is None:
             return None
         leaves = given.first.state if isinstance(given, Tail) else given
         slots = first_slots(plan, self._arguments(lowered, "update", leaves, batch, key))
         if isinstance(given, Tail):
             hold()
-            before = given.beside(plan, lowered.flow, slots)
+            before = given.beside(plan, lowered.flow, slots, observer)
             for slot, known, value in zip(plan.inputs, leaves.flat(), before.state.flat()):  # noqa: B905  (the batch comes behind)
                 if known is None:
                     slots[slot] = value
         else:
             try:
-                dispatch([(slots, plan.instructions[: lowered.flow.body])])
+                dispatch([(slots, plan.instructions[: lowered.flow.body])], observer)
             except BaseException:
                 slots.clear()  # as in ``execute``
                 raise

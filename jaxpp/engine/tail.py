@@ -7,7 +7,7 @@ from jaxpp.engine.outcome import LoweredStep, Outcome
 from jaxpp.errors import StateError
 from jaxpp.plan.flow import Flow
 from jaxpp.plan.plan import Instruction, Plan
-from jaxpp.runtime.execute import Slots, dispatch
+from jaxpp.runtime.execute import Observer, Slots, dispatch
 from jaxpp.runtime.interrupts import held
 from jaxpp.types import Array
 
@@ -30,15 +30,15 @@ class Tail:
         """Whether handing it over has raised an error: then there is no state after its step."""
         return self._failed is not None
 
-    def outcome(self) -> Outcome[Array]:
+    def outcome(self, observer: Observer | None = None) -> Outcome[Array]:
         """What the step returns, handed over now unless that was done."""
         self._check()
         if self._outcome is None:
             with held():  # Ctrl-C waits, as in an update
-                return self._finished()
+                return self._finished(observer)
         return self._outcome
 
-    def beside(self, plan: Plan, flow: Flow, slots: Slots) -> Outcome[Array]:
+    def beside(self, plan: Plan, flow: Flow, slots: Slots, observer: Observer | None = None) -> Outcome[Array]:
         """Hand over the rest between the lines of the next step's body, which has these slots; what this step returns."""
         self._check()
         runs = self.flow.then(flow)
@@ -51,7 +51,7 @@ class Tail:
                 yield steps[running][0], islice(steps[running][1], count)
 
         try:
-            dispatch(parts())
+            dispatch(parts(), observer)
         except BaseException as error:
             slots.clear()
             if running:
@@ -61,9 +61,9 @@ class Tail:
             raise
         return self._finished()
 
-    def _finished(self) -> Outcome[Array]:
+    def _finished(self, observer: Observer | None = None) -> Outcome[Array]:
         try:
-            dispatch([(self._slots, self._left)])
+            dispatch([(self._slots, self._left)], observer)
         except BaseException as error:
             self._fail(error)
             raise

@@ -441,7 +441,8 @@ class Forward:
             batch: as for ``step`` or ``apply``.
             key: as for ``step`` or ``apply``.
             fn: a function for ``apply``, whose batch and key the others are then. (For a generation: ``generate(...).profile()``.)
-            num_batches: of forwards, how many times the batch is handed over without waiting, as in a ``stream``.
+            num_batches: of forwards, how many times the batch is handed over without waiting, as in a ``stream``; of the steps of a
+                pipeline with ``delay=1``, how many follow one another in flow.
             num_steps: how many steps to trace, at least 1, after as many that are not traced and three to warm up.
             clock: ``"trace"``: the times of the step as it ran, on devices that may share cores. ``"isolated"``: the virtual clock,
                 with the time that each program takes alone; the default on CPU, and where there are fewer devices than ranks.

@@ -29,6 +29,7 @@ from jaxpp.runtime.roofline import copy_seconds, peaks_of, program_roofline, sen
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.draw.canvas import Figure
+from jaxpp.schedule.flow import flow
 from jaxpp.schedule.simulate import Simulation, simulate
 from jaxpp.targets import Target, target_of
 from jaxpp.types import Batch, Key
@@ -39,6 +40,9 @@ loop's share included. Measured on CPU devices with JAX 0.10.2, where nothing wa
 
 _HIDDEN = 0.01
 """What part of a step copies may add that are said to hide."""
+
+_MORE = 4
+"""Steps by which two flows differ that show what a step of many takes."""
 
 _PARTS = ("computing", "bubble", "devices that are shared", "transfers", "copies", "waiting for the host", "beginning and update")
 
@@ -80,6 +84,8 @@ class StepBound:
         host: what the host has to do.
         device_of: a number for the device, or devices, of each rank; ranks with the same number share them. Empty if none do.
         visits: of a state that waits in host memory (``Pipeline(host=...)``), what its copies take and add.
+        flows: whether each step begins while the one before it ends (``Pipeline(delay=1)``); the seconds are then those of one step
+            of many, which neither fills the pipeline nor drains it.
     """
 
     schedule: Schedule
@@ -92,22 +98,27 @@ class StepBound:
     host: HostWork
     device_of: tuple[int, ...] = ()
     visits: VisitBound | None = None
+    flows: bool = False
 
     @cached_property
     def seconds(self) -> float:
-        """The least time of a step, from the call until all its results are there."""
+        """The least time of a step, from the call until all its results are there; of many in flow, the time that each adds."""
         return self._resident if self.visits is None else max(self._resident, self.visits.seconds)
 
     @cached_property
     def _resident(self) -> float:
         """The step if copies of its state took no time."""
-        return max(self._side_by_side, *self._by_device, *([] if self.visits is None else [self.visits.hidden]))
+        others = [self.host.seconds] if self.flows else [] if self.visits is None else [self.visits.hidden]
+        return max(self._side_by_side, *self._by_device, *others)
 
     @cached_property
     def parts(self) -> Parts:
         """What the seconds are made of: computing, the bubble, transfers that nothing hides, waiting for the host, the rest."""
-        found = parts(self.schedule, self.costs.resident, self.offload)
+        found = self._on_the_clock
         shared = max(self._side_by_side, *self._by_device)
+        if self.flows:
+            rest = found.rest + shared - self._side_by_side
+            return found._replace(dispatch=found.dispatch + self._resident - shared, rest=rest)
         return found._replace(
             sharing=found.sharing + shared - self._side_by_side,
             copies=found.copies + self.seconds - self._resident,
@@ -115,20 +126,28 @@ class StepBound:
         )
 
     @cached_property
+    def _on_the_clock(self) -> Parts:
+        """What the step is made of if each rank had a device of its own; in flow, what ``_MORE`` steps add to as many, each."""
+        if not self.flows:
+            return parts(self.schedule, self.costs.resident, self.offload)
+        few, many = (parts(flow(self.schedule, count), self.costs.resident, self.offload) for count in (_MORE, 2 * _MORE))
+        return Parts(*((b - a) / _MORE for a, b in zip(few, many, strict=True)))
+
+    @cached_property
     def _side_by_side(self) -> float:
         """The step if each rank had a device of its own."""
-        return step_seconds(self.schedule, self.costs.resident, self.offload)
+        return sum(self._on_the_clock) if self.flows else step_seconds(self.schedule, self.costs.resident, self.offload)
 
     @cached_property
     def _by_device(self) -> tuple[float, ...]:
-        """How long each device computes, which does one thing after the other, from the call on."""
+        """How long each device computes, which does one thing after the other, from the call on; in flow, for a step of many."""
         owner = self.device_of or tuple(range(self.schedule.num_ranks))
         work = dict.fromkeys(owner, 0.0)
         for rank, after in zip(self.schedule.stage_to_rank, self.costs.after, strict=False):
             work[owner[rank]] += after
         for action in self.schedule.order:
             work[owner[self.schedule.stage_to_rank[action.stage]]] += self.costs.of(action)
-        return tuple(self.costs.before + seconds for seconds in work.values())
+        return tuple((0 if self.flows else self.costs.before) + seconds for seconds in work.values())
 
     @cached_property
     def bubble_fraction(self) -> float:
@@ -187,7 +206,8 @@ class StepBound:
         shown = [(word, part) for word, part in zip(_PARTS, self.parts, strict=True) if part > 5e-4 * self.seconds]
         made = ", ".join(f"{word} {_digits(scale * part)}" for word, part in shown)
         noun = "pass" if self.schedule.forward_only else "step"
-        lines = [f"a {noun} takes at least {_digits(scale * self.seconds)} {unit} on {on} (a bound, no prediction): {made}"]
+        least = f"a {noun}{' of many in flow' * self.flows} takes at least {_digits(scale * self.seconds)} {unit}"
+        lines = [f"{least} on {on} (a bound, no prediction): {made}"]
         if self.products:
             most = max(self.products, key=self.products.__getitem__)
             kinds = most if len(self.products) == 1 else f"each type, most of them {most}"
@@ -254,7 +274,8 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
     if visiting:
         visits = _visits_of(plan, lines, (alone, still), sizes, schedule)
         costs = costs.visited(liveness.brought(schedule.num_stages), [1 / numbers[place].links.host for place in placement.places])
-    return StepBound(schedule, targets, costs, offload, dict(products), again, len(devices), host, device_of, visits)
+    made = schedule, targets, costs, offload, dict(products), again, len(devices), host, device_of, visits
+    return StepBound(*made, flows=lowered.flow is not None)
 
 
 def _visits(line: BoundLine) -> bool:

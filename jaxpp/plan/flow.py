@@ -9,7 +9,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -40,6 +40,16 @@ class Flow:
             runs = itertools.groupby(heapq.merge(tail, body), key=lambda line: line[1])
             self._known[following] = tuple((not of_body, sum(1 for _ in run)) for of_body, run in runs)
         return self._known[following]
+
+    def lines(self, num_steps: int) -> Iterator[tuple[int, int]]:
+        """The lines of so many equal steps in the order in which they are handed over: the number of the step, and of the line."""
+        left = [iter(range(len(self.times))) for _ in range(num_steps)]
+        yield from ((0, line) for line in itertools.islice(left[0], self.body))
+        for step in range(1, num_steps):
+            for of_tail, count in self.then(self):
+                number = step - of_tail
+                yield from ((number, line) for line in itertools.islice(left[number], count))
+        yield from ((num_steps - 1, line) for line in left[-1])
 
 
 def in_flow(

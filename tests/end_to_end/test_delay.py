@@ -508,6 +508,33 @@ def test_model_state_of_replicas_flows_too():
     equal(*results)
 
 
+def test_a_profile_shows_steps_that_overlap():
+    pipe = pipeline(delay=1)
+    state = pipe.init(PARAMS, X)
+    profile = pipe.profile(state, X, num_batches=3, num_steps=1)
+    schedule = pipe.schedule
+    assert profile.schedule.rows == jaxpp.schedule.flow(schedule, 3).rows
+    ends = {span.action: span for span in profile.isolated if span.action is not None and not span.sends}
+    assert len(ends) == 3 * len(schedule.order)
+    count = schedule.num_microbatches
+    last, first = ends[Action(0, Kind.B, count - 1)], ends[Action(0, Kind.F, count)]
+    assert first.end <= last.start, "a forward of the second step runs before the last backward of the first"
+    assert profile.heading.startswith("1f1b, 3 steps in flow: 2 ranks") and profile.memory == ()
+    assert "temporaries" not in str(profile), "of steps in flow no memory was looked at"
+    assert "<svg" in profile._repr_html_() or "<img" in profile._repr_html_()
+    updates = [span for span in profile.isolated if span.label.startswith("update")]
+    assert len({span.label for span in updates}) * 3 == len(updates) > 0
+    pipe.step(state, X)  # the profile trained a copy
+    for options, message in (
+        ({}, "make the pipeline with delay=1"),
+        ({"delay": 1, "remat": "offload"}, "each of these steps ends"),
+    ):
+        other = pipeline(**options)
+        state = other.init(PARAMS, X)
+        with pytest.raises(ArgumentError, match=message):
+            other.profile(state, X, num_batches=2)
+
+
 def test_what_cannot_be_late_is_refused():
     with pytest.raises(ArgumentError, match=r"delay=2: gradients are of the parameters"):
         pipeline(delay=2)

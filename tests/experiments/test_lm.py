@@ -13,9 +13,10 @@ import optax
 import pytest
 
 from experiments.devices import has_accelerator, is_chosen, runs_on_cpu
-from experiments.lm import text
+from experiments.lm import delay, text
 from experiments.lm.main import Config, main, run, summary
 from experiments.lm.plain import Plain
+from experiments.options import ConfigError
 from jaxpp.errors import JaxppError
 
 TINY = Config(
@@ -66,6 +67,49 @@ def test_a_plain_step_is_the_weighted_mean_over_microbatches(batch_size):
     state, metrics = plain.step(plain.init(lambda _: jnp.ones(2), key, batch), batch, key)
     np.testing.assert_allclose(metrics.loss, loss, rtol=1e-6)
     np.testing.assert_allclose(state.params, params - grad, rtol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("optimizer", "feedback"), [("adamw", 0.0), ("muon", 1.0), ("sgd", 0.5)])
+def test_late_gradients_are_as_late_on_one_device(story, optimizer, feedback):
+    config = dataclasses.replace(TINY, text=story, optimizer=optimizer, delay=1, feedback=feedback, steps=4, sample=1)
+    pipelined, plain = run(config), run(dataclasses.replace(config, plain=True))
+    np.testing.assert_allclose(pipelined.losses, plain.losses, rtol=1e-5)
+    np.testing.assert_allclose(pipelined.val_losses, plain.val_losses, rtol=1e-5)
+    assert pipelined.losses[:2] != run(dataclasses.replace(config, plain=True, delay=0)).losses[:2]
+
+
+def test_a_plain_step_with_delay_has_the_gradient_of_the_parameters_before():
+    def loss_fn(params, batch, key):
+        return (batch * params**2).mean()
+
+    batch, rate = jnp.ones(2), 0.1
+    plain = Plain(loss_fn, optax.sgd(rate), num_microbatches=2, delay=1)
+    state = plain.init(lambda _: jnp.ones(()), jax.random.key(0), batch)
+    expected = [1.0, 1.0]
+    for _ in range(3):
+        state, _ = plain.step(state, batch, jax.random.key(0))
+        expected.append(expected[-1] - rate * 2 * expected[-2])
+        np.testing.assert_allclose([state.previous, state.params], expected[-2:], rtol=1e-6)
+    assert jax.tree.structure(plain.abstract_state(lambda _: jnp.ones(()), jax.random.key(0), batch)) == jax.tree.structure(state)
+
+
+@pytest.mark.long
+def test_the_table_of_delays_says_what_each_optimizer_loses(story, tmp_path):
+    training = dataclasses.replace(TINY, text=story)
+    config = delay.Config(optimizers=("adamw", "sgd"), steps=3, plain=True, feedback=1.0, figure=tmp_path / "delay.svg")
+    found = delay.run(config, training)
+    assert [(row.optimizer, row.how) for row in found.rows] == [
+        (name, how) for name in ("adamw", "sgd") for how in ("no delay", "delay", "delay, feedback 1")
+    ]
+    head, adamw, sgd = delay.table(found).splitlines()
+    assert head.split() == "optimizer no delay delay it adds delay, feedback 1 it adds".split()
+    assert [line.split()[0] for line in (adamw, sgd)] == ["adamw", "sgd"]
+    waits, late, added = map(float, adamw.split()[1:4])
+    assert added == pytest.approx(late - waits, abs=2e-4)
+    assert "<svg" in config.figure.read_text()
+    with pytest.raises(ConfigError, match="--feedback 0: a correction adds something"):
+        delay.Config(feedback=0)
 
 
 @pytest.mark.long

@@ -360,6 +360,8 @@ def test_bits_that_have_changed_on_the_disk_are_found_in_every_file_before_anyth
         ("batch", 5),
         ("steps", 7),
         ("lr", 1e-3),
+        ("delay", 1),
+        ("feedback", 0.5),
         ("dropout", 0.2),
         ("dtype", "bfloat16"),
         ("eval_batches", 3),
@@ -370,7 +372,8 @@ def test_bits_that_have_changed_on_the_disk_are_found_in_every_file_before_anyth
 def test_a_run_with_another_model_or_data_is_refused_before_any_work(config, stopped, monkeypatch, option, value):
     monkeypatch.setattr(lm, "train", lambda *_: pytest.fail("the training began"))
     changed = dataclasses.replace(config, checkpoint=stopped[False], **{option: value})
-    was, now = (f"--{option.replace('_', '-')} {getattr(each, option)}" for each in (config, changed))
+    values = (each.rate if option == "lr" else getattr(each, option) for each in (config, changed))
+    was, now = (f"--{option.replace('_', '-')} {value}" for value in values)
     with pytest.raises(ConfigError) as caught:
         run(changed)
     rule = f"the run that is saved there had {was}, and this command has {now}"

@@ -63,3 +63,27 @@ def test_copies_of_a_state_that_visits_hide_or_take_what_the_link_takes(monkeypa
     assert sum(slow.parts) == pytest.approx(slow.seconds) and slow.parts.copies > 0.99 * slow.seconds
     assert "hide under the work of the visits" in str(quick) and "that no work hides" in str(slow)
     assert slow.simulation.times.complete[0] == pytest.approx(slow.visits.link, rel=0.01)
+
+
+def test_a_step_of_many_in_flow_has_no_bubble_and_waits_for_its_busiest_device(monkeypatch):
+    monkeypatch.setattr(bounds, "target_of", lambda device: H100)
+    batch = jax.ShapeDtypeStruct((32, 8), "float32")
+
+    def bound_with(delay):
+        options = {"num_stages": 2, "num_microbatches": 4, "devices": jax.devices()[:2], "delay": delay}
+        pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), **options)
+        pipe.abstract_state(SHAPES, batch)
+        return bounds.bound_of(pipe.engine, batch, None)
+
+    late = bound_with(1)
+    assert late.seconds == pytest.approx(late.host.seconds), "calls of programs as small as these are what limits"
+    assert late.parts.dispatch > 0.5 * late.seconds and late.host_limits
+    for name in ("_CALL", "_RESULT", "_SEND"):
+        monkeypatch.setattr(bounds, name, 0.0)
+    late, alone = bound_with(1), bound_with(0)
+    assert "a step of many in flow takes at least" in str(late) and "in flow" not in str(alone)
+    assert late.seconds < alone.seconds
+    assert late.parts.bubble < 0.01 * late.seconds < alone.parts.bubble
+    assert sum(late.parts) == pytest.approx(late.seconds)
+    busiest = max(4 * sum(late.costs.of(jaxpp.schedule.Action(stage, kind, 0)) for kind in "FB") for stage in (0, 1))
+    assert busiest <= late.seconds <= 1.2 * busiest

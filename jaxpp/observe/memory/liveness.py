@@ -7,7 +7,6 @@ so these are also the moments of the device. For what a compiled program needs b
 """
 
 import dataclasses
-import itertools
 import json
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -225,11 +224,7 @@ def liveness_in_flow(liveness: Liveness, lowered: LoweredStep) -> Liveness:
     flow = lowered.flow
     if flow is None:
         return liveness
-    tail = iter(range(flow.body, len(liveness.lines)))
-    order = list[int]()
-    for mine, count in flow.then(flow):
-        numbers = tail if mine else iter(range(sum(k < flow.body for k in order), flow.body))
-        order += itertools.islice(numbers, count)
+    order = [line for step, line in flow.lines(2) if step == (line < flow.body)]  # the tail of the first, the body of the second
     moment = {number + 1: at + 1 for at, number in enumerate(order)}
     end, parts = len(order) + 1, {(life.name, life.begins) for life in liveness.lives}
 

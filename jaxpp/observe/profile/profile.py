@@ -251,7 +251,9 @@ class Profile(Drawn):
 
     @cached_property
     def memory(self) -> tuple[Curve, ...]:
-        """Live bytes of each device over the step."""
+        """Live bytes of each device over the step; of steps in flow, none: ``ledger`` has those between two of them."""
+        if len(self.ledger.liveness.lines) != len(self.spans):
+            return ()
         return curves(self.ledger.liveness, self.spans, self.devices)
 
     @property
@@ -372,7 +374,7 @@ class Profile(Drawn):
         return lines + slow
 
     def __str__(self) -> str:
-        memory = ["", str(self.ledger)] if self.ledger.samples or not self.schedule.forward_only else []
+        memory = ["", str(self.ledger)] if self.ledger.samples else []
         return "\n".join([self.overview(), "", *table_lines(self.causes_table()), "", *fold_lines(self.remarks()), *memory])
 
     __repr__ = __str__
@@ -381,7 +383,7 @@ class Profile(Drawn):
         tables = f"{html_table(self.causes_table())}{html_remarks(self.remarks())}"
         picture = self._picture_html() or html_remarks([self.heading])
         memory = f"<details><summary>memory</summary>{self.ledger._repr_html_()}</details>"
-        return f"{picture}{tables}{memory if self.ledger.samples or not self.schedule.forward_only else ''}"
+        return f"{picture}{tables}{memory if self.ledger.samples else ''}"
 
 
 def _actions(spans: Sequence[Span]) -> Mapping[Action, Span]:

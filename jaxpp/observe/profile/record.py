@@ -22,9 +22,11 @@ from typing import Any, NamedTuple, cast
 import jax
 
 from jaxpp.engine.engine import Engine
+from jaxpp.engine.outcome import LoweredStep
+from jaxpp.engine.tail import Tail
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.observe.memory.ledger import Ledger, Sample, homes_of, sample_step
-from jaxpp.observe.memory.liveness import Gathered, Life, Liveness, step_liveness
+from jaxpp.observe.memory.liveness import Gathered, Life, Liveness, liveness_in_flow, step_liveness
 from jaxpp.observe.profile.profile import Clock, Profile, RingPass
 from jaxpp.observe.profile.spans import Span, Stamp, beginning, durations_of, isolated_spans, traced_spans, watched_spans
 from jaxpp.observe.profile.trace import STEP, DamagedTraceError, Run, TraceError, matched, read_runs
@@ -300,6 +302,42 @@ class Steps(Work):
         return sample_step(self.engine, self.leaves, self.batch, self.key)[0]
 
 
+class Flowing(Steps):
+    """Several training steps, each of which begins while the one before it ends (``delay``)."""
+
+    def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, num_steps: int):
+        super().__init__(engine, leaves, batch, key)
+        self._num_steps = num_steps
+        self.plan = self.watched_plan(watched=False)
+        name, owner = self.engine.options.schedule.name, self.engine.options.schedule.stage_to_rank
+        self.schedule = schedule_of(self.plan, owner, f"{name}, {num_steps} steps in flow")
+
+    def run(self, observer: Observer | None = None, *, watched: bool = False) -> Tree:
+        """Hand all steps over; what they report is waited for too."""
+        given, told = self.leaves, list[Tree]()
+        for _ in range(self._num_steps):
+            given = self.engine.flow(given, self.batch, self.key, _nothing, observer=observer, watched=watched)
+            assert given is not None, "these steps flow"
+            given.then.append(lambda outcome: told.append(outcome._replace(state=Leaves())))
+        self.leaves = cast("Tail", given).outcome(observer).state
+        return told, self.leaves
+
+    def watched_plan(self, *, watched: bool = True) -> Plan:
+        """The lines of all steps in the order in which they are handed over."""
+        plan, lowered = self.engine.plan("update", self.batch, self.key, watched=watched)
+        return flowing_plan(plan, lowered, self._num_steps)
+
+    def ledger(self) -> Ledger:
+        """Of the rest of a step beside the next, from shapes."""
+        _, lowered = self.engine.plan("update", self.batch, self.key)
+        one = step_liveness(self.engine, lowered, homes_of(lowered, self.batch, self.key), compiled=True)
+        return Ledger(liveness_in_flow(one, lowered), (), {})
+
+
+def _nothing() -> None:
+    """Nothing is to be noted before a copy of a state is taken over."""
+
+
 class Forwards(Work):
     """The forwards of a batch, or of several like it that follow one another as in a stream, with keys folded from the first."""
 
@@ -483,17 +521,64 @@ def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int
             for slot in line.outputs:
                 size += 1
                 slots[slot] = size
-            action = cast("Action | None", line.about.action)
-            known = None if action is None else action._replace(microbatch=first + action.microbatch)
-            label = line.label if action is None else line.label.replace(str(action), str(known))
-            token = next((slot for slot in reads if slot in tokens), None)
-            if line.about.sends and action is None and token is not None:
+            label, about = _later(line, first)
+            known, token = about.action, next((slot for slot in reads if slot in tokens), None)
+            if line.about.sends and known is None and token is not None:
                 known = Action(max(other.about.stage for other in plan.instructions), Kind.F, tokens[token])
                 label = f"token of {known}"
-            about = line.about._replace(action=known)
-            lines.append(Instruction(label, line.call, reads, tuple(slots[slot] for slot in line.outputs), (), about))
+            outputs = tuple(slots[slot] for slot in line.outputs)
+            lines.append(Instruction(label, line.call, reads, outputs, (), about._replace(action=known)))
         for k in range(count if plan.outputs else 0):
             made[first + k] = slots.get(plan.outputs[k * len(plan.outputs) // count], 0)
+    return Plan(tuple(lines), size + 1, (), (), (), len(lines))
+
+
+def _later(line: Instruction, first: int) -> tuple[str, About]:
+    """The label of a line and what it is about, where the microbatches of its step are counted from ``first``."""
+    about, label = line.about, line.label
+    if about.action is None:
+        return label, about
+    action = cast("Action", about.action)
+    known = action._replace(microbatch=first + action.microbatch)
+    fused = about.fused
+    if fused is not None:
+        behind = fused.action._replace(microbatch=first + fused.action.microbatch)
+        label = label.replace(str(fused.action), str(behind))
+        fused = fused._replace(action=behind)
+    return label.replace(str(action), str(known)), about._replace(action=known, fused=fused)
+
+
+def flowing_plan(plan: Plan, lowered: LoweredStep, num_steps: int) -> Plan:
+    """Steps in flow as one plan to look at, not to run: each takes the state of the one before it."""
+    flow, count = lowered.flow, len(lowered.step.sizes)
+    assert flow is not None, "these steps flow"
+    made = lowered.outcome(cast("Sequence[Array]", plan.outputs)).state.flat()  # where a step has what is the next one's state
+    late = [lowered.bound.resolve(name) in flow.late for name in lowered.results.state.flat()]
+    slots = [dict[int, int]() for _ in range(num_steps)]
+    left = [len(plan.instructions)] * num_steps
+    lines, size = list[Instruction](), 0
+
+    def hand_on(step: int, *, late_ones: bool) -> None:
+        for slot, source, is_late in zip(plan.inputs, cast("list[int]", made), late):  # noqa: B905  (the batch comes behind)
+            if is_late == late_ones and source in slots[step - 1]:
+                slots[step][slot] = slots[step - 1][source]
+
+    for step, number in flow.lines(num_steps):
+        line = plan.instructions[number]
+        if number == 0 and step:
+            hand_on(step, late_ones=False)
+        for slot in line.inputs:
+            size += slot not in slots[step]
+            slots[step].setdefault(slot, size)
+        reads = tuple(slots[step][slot] for slot in line.inputs)
+        for slot in line.outputs:
+            size += 1
+            slots[step][slot] = size
+        label, about = _later(line, step * count)
+        lines.append(Instruction(label, line.call, reads, tuple(slots[step][slot] for slot in line.outputs), (), about))
+        left[step] -= 1
+        if not left[step] and step + 1 < num_steps:
+            hand_on(step + 1, late_ones=True)
     return Plan(tuple(lines), size + 1, (), (), (), len(lines))
 
 
