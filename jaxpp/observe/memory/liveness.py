@@ -7,6 +7,7 @@ so these are also the moments of the device. For what a compiled program needs b
 """
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
