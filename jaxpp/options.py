@@ -126,7 +126,7 @@ class Options:
             "shard": lambda shard: _shard_of(shard, is_loss=others.get("is_loss", True)),
             "shared": _shared_of,
             "trains": _trains_of,
-            "host": _host_of,
+            "host": lambda host: _host_of(host, is_loss=others.get("is_loss", True)),
             "delay": _delay_of,
             "fuse": lambda fuse: _fuse_of(fuse, platform),
             "max_shapes": int,
@@ -240,7 +240,10 @@ def more_hosts(host: str | None) -> tuple[str, ...]:
     return HOSTS if host is None else HOSTS[HOSTS.index(host) + 1 :]
 
 
-def _host_of(host: object) -> object:
+def _host_of(host: object, *, is_loss: bool) -> object:
+    if host == "optimizer" and not is_loss:
+        rule, fix = "forwards have parameters, and no optimizer", 'pass host="params", or leave it out'
+        raise ArgumentError(f"host={host!r}", rule, "a jaxpp.Forward", fix)
     if host is not None and host not in WAITING:
         rule = f"what can wait in host memory is {' or '.join(map(repr, WAITING))}"
         fix = 'pass host="optimizer", or host="params" for these, their gradients and the optimizer, or leave it out'

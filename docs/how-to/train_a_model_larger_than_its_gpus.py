@@ -130,8 +130,8 @@ print(f"{card.shown}: copies hide from {2 * 0.5 * peak / (0.8 * link):,.0f} toke
 #
 # The same arithmetic for decoders with the shapes of `models/gpt.py`: a block of width w has 12 w² parameters. A card holds, of the
 # stage that works, parameters, gradients and two moments (16 bytes a parameter) and a copy in bfloat16 (2 bytes), of the next stage
-# the parameters (4 bytes), and some inputs of a microbatch. The host holds the state (12 bytes a parameter) twice, as the old one
-# is whole until the step has been handed over, and the input of every stage for every microbatch, in bfloat16.
+# the parameters (4 bytes), and some inputs of a microbatch. The host holds the state (12 bytes a parameter), the new values of one
+# stage beside it, and the input of every stage for every microbatch, in bfloat16.
 
 
 # %%
@@ -140,7 +140,7 @@ def planned(width, depth, cards, tokens=32 * 1024):
     on_card, inputs = (16 + 2 + 4) * block, 2 * tokens * width * depth
     seconds = 8 * params * tokens / peak / cards  # 2 for the forward, 4 for the backward, 2 for the forward again
     copies = (4 * 4 * params + inputs) / link / cards
-    return params, on_card, 2 * 12 * params + inputs, seconds, copies
+    return params, on_card, 12 * (params + block) + inputs, seconds, copies
 
 
 print("parameters  cards  on a card   on the host    a step  its copies   tokens/s")
@@ -162,8 +162,8 @@ for width, depth in ((4096, 40), (6656, 60)):
 #
 # ## What to look out for
 #
-# - **Host memory** is what limits the model: 24 bytes a parameter during a step. A box of 256 GB trains 8 billion parameters this
-#   way, and 32 billion need 768 GB.
+# - **Host memory** is what limits the model: 12 bytes a parameter, and the inputs of the stages. A box of 256 GB trains up to
+#   18 billion parameters this way, and 32 billion need 420 GB.
 # - **Tokens in a step**: below the number above, a step takes what the link takes. Accumulate more microbatches.
 # - **Cards that share a link**: the copies of all cards run at once. Where two cards share the lanes of one slot, or the memory of
 #   the host is slower than all links together, divide the rate of the link.

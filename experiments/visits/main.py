@@ -82,7 +82,7 @@ class Row:
         gpus: how many.
         params: how many.
         peak: bytes of the fullest GPU.
-        hosted: bytes in host memory, at most: the state, and in a step the next one beside it.
+        hosted: bytes in host memory, at most: the state, the new values of a stage beside it, and inputs that wait.
         brought: bytes that a step copies to all GPUs.
         taken: and back.
         seconds: the least of a step; None if the numbers of the devices are not known.

@@ -30,7 +30,7 @@ from jaxpp.plan.visits import Visits, early, here
 from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.debug_nans import NanCheck, flags
-from jaxpp.runtime.edges import HOST_MEMORY, at_replica, put, put_at, split_over_replicas, to_device, to_homes, unaliased
+from jaxpp.runtime.edges import HOST_MEMORY, at_replica, put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.runtime.execute import Observer, dispatch, execute, first_slots, limit_of
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.place import Placement
@@ -184,14 +184,6 @@ class Engine:
         """Copies of the leaves of a state, each on its owner."""
         return leaves.fill([put(leaf, home) for leaf, home in zip(leaves.flat(), self.placed.homes.flat(), strict=True)])
 
-    def on_devices(self, leaves: Leaves[Array]) -> Leaves[Array]:
-        """The leaves of a state, of which what waits in host memory is copied to the devices of its stage."""
-        if not self.options.waiting:
-            return leaves
-        pairs = zip(leaves, self.placed.names_on_devices, strict=True)
-        homes = [[self.placement[name.stage].home(name.ref) for name in group[: len(given)]] for given, group in pairs]
-        return leaves.fill(to_device(leaves.flat(), [home for group in homes for home in group]))
-
     def with_previous(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The leaves of a first state, whose parameters before the last step are copies of the parameters."""
         homes = self.placed.homes.previous
@@ -236,16 +228,19 @@ class Engine:
     def _run_once(
         self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name], arguments: Sequence[Array]
     ) -> list[Array]:
-        builder, outputs = self._visited(builder, inputs, list(map(here, outputs)))
+        builder, outputs = self.visited(builder, inputs, list(map(here, outputs)))
         bound, leaves = bind_lines(builder, self.placement), self.placed.shapes_by_role
         plan, _ = compile_plan(bound, self.programs, self.preparer.groups, inputs, outputs, leaves=leaves)
         return execute(plan, arguments)
 
-    def _visited(self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name]) -> tuple[Builder, list[Name]]:
+    def visited(
+        self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name], *, consumes: bool = False
+    ) -> tuple[Builder, list[Name]]:
         """The lines with copies of what waits in host memory, and what the outputs are then called."""
         if not self.options.waiting:
             return builder, list(outputs)
-        visits = Visits(builder, self.placement.places, self.options.waiting, self.placed.numbers, inputs, outputs)
+        let_go = _delete if consumes else None
+        visits = Visits(builder, self.placement.places, self.options.waiting, self.placed.numbers, inputs, outputs, let_go)
         made, copies = visits.run()
         return made, [copies.get(name, name) for name in outputs]
 
@@ -364,7 +359,8 @@ class Engine:
         if step.visits:
             builder.lines = early(builder.lines)
         flat, tree = jax.tree.flatten(found, is_leaf=lambda value: isinstance(value, Name))
-        builder, flat = self._visited(builder, inputs, flat)
+        consumes = purpose == "update" and donate and not any(flags()) and not calls_host(self.update.graph.eqns)
+        builder, flat = self.visited(builder, inputs, flat, consumes=consumes)
         lowered = LoweredStep(bind_lines(builder, self.placement), step, inputs, tree.unflatten(flat))
         return self._in_flow(lowered) if purpose == "update" and self.options.delay and donate else lowered
 
@@ -522,8 +518,15 @@ def open_engine(
     return engine.with_schedule(made_for(options, first, programs)) if options.made_to_measure else engine
 
 
+def _delete(*values: Array) -> tuple[()]:
+    """Delete what waited in host memory; copies under way still end."""
+    for value in values:
+        value.delete()
+    return ()
+
+
 def _let_go(old: Leaves[Array], new: Leaves[Array]) -> None:
-    """Delete what waited in host memory before a step, but for what is in the new state too; copies under way still end."""
+    """Delete what waited in host memory before a step and is there still, but for what is in the new state too."""
     kept = set(map(id, new.flat()))
     for leaf in old.flat() if new.flat() else ():
         if leaf.sharding.memory_kind == HOST_MEMORY and id(leaf) not in kept:

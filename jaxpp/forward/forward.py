@@ -84,6 +84,8 @@ class Forward:
         reduce_aux: how the outputs of the microbatches become one, as for ``Pipeline``'s aux. Default: outputs with one row for
             each example are put together in order, all others averaged.
         balance: ``"cost"``, ``"flops"``, ``"time"`` or ``"memory"`` (parameters alone), as for ``Pipeline``.
+        host: ``"params"``: parameters wait in pinned host memory, and those of a stage come to its device while the stage before
+            works. With many stages on a device, a model may be larger than its devices.
 
     Raises:
         JaxppError: a ``ValueError``, for every option that cannot be run.
@@ -121,6 +123,7 @@ class Forward:
         shard: str | Sequence[str] | None = None,
         axes: Mapping[str, str | Sequence[str]] | None = None,
         shared: str | Sequence[str] = (),
+        host: str | None = None,
         max_shapes: int = 8,
     ):
         given = {name: value for name, value in locals().items() if name not in ("self", "fn", "__class__")}
@@ -303,7 +306,8 @@ class Forward:
             stop: a token, or several, that end a sequence; a list among them is tokens that end it one after another. They are
                 given too. None or ``()``: nothing ends it.
             num_groups: how many groups are in flight on each replica. Default: as many as there are stages, which keeps equal
-                stages busy.
+                stages busy. Where parameters wait in host memory (``host="params"``), each stage's come to its device once for the
+                next tokens of all groups, and once for each chunk of the prompts that enter a group together.
             group_size: how many sequences a group has; they are computed together, each with a carry of its own.
             chunk: the most tokens of a prompt that one pass takes. Passes take ``chunk`` tokens, an eighth of it, and so on down to
                 1, so a few programs serve prompts of all lengths. A model that takes one token a call is given one at a time.

@@ -30,10 +30,10 @@ from jaxpp.errors import ArgumentError, ParamsError, StateError
 from jaxpp.errors.checks import check_function
 from jaxpp.errors.tracebacks import current_trace, entries, leave
 from jaxpp.errors.user_mesh import set_aside
-from jaxpp.forward.prompts import Places, Prompts, Rows, Token
-from jaxpp.forward.ring import AHEAD, CompiledPass, Group, Lasting, Passes, Request, Ring, passes_of, prompts_of
+from jaxpp.forward.prompts import Continuation, Places, Prompts, Rows, Token
+from jaxpp.forward.ring import AHEAD, Admitted, CompiledPass, Group, Lasting, Passes, Request, Ring, passes_of, prompts_of
 from jaxpp.forward.sampling import NextToken
-from jaxpp.observe.memory.forecast import Change, Forecast, forecast_of, optimizer_lives, parse_bytes, room_of
+from jaxpp.observe.memory.forecast import Change, Forecast, forecast_of, parse_bytes, room_of, with_optimizer
 from jaxpp.observe.memory.ledger import Ledger
 from jaxpp.observe.memory.liveness import Life, Liveness, line_liveness
 from jaxpp.observe.profile.profile import Clock, Profile
@@ -214,55 +214,88 @@ class Generation(Iterator[Token]):
         if not rings:
             raise _only_shapes("next(generation)")
         groups = [Group() for _ in range(rings[0].num_groups) for _ in rings]
+        numbers = range(len(groups))
+        turns = [numbers[k :: len(rings)] for k in range(len(rings))] if rings[0].together.beside else [(k,) for k in numbers]
         ahead = collections.deque[list[_Outcome]]()
         bar = progress(desc="generate", unit=" tokens", total=places.most_tokens, after=1.0) if shown else None
         with contextlib.nullcontext() if bar is None else bar:  # a bar without a total has no truth value
             while True:
-                for number, group in enumerate(groups):
-                    ahead.append(self._begin(rings, places, group, number) if self.num_passes < self._most_passes else [])
-                    for outcome in ahead.popleft() if len(ahead) > AHEAD * len(groups) else ():
+                for turn in turns:
+                    ahead.append(self._begin(rings, places, groups, turn) if self.num_passes < self._most_passes else [])
+                    for outcome in ahead.popleft() if len(ahead) > AHEAD * len(turns) else ():
                         yield from [outcome] if isinstance(outcome, Exception) else _read(*outcome, places, bar)
                 if not any(ahead):
                     self._ended = True
                     return
 
-    def _begin(self, rings: Sequence[Ring], places: Places, group: Group, number: int) -> list[_Outcome]:
-        """Give free places of a group to the next prompts, or begin its next pass: right after a prompt, it would hold up all."""
+    def _begin(self, rings: Sequence[Ring], places: Places, groups: Sequence[Group], turn: Sequence[int]) -> list[_Outcome]:
+        """Give free places of groups to the next prompts, and begin the next passes of the groups.
+
+        Right after a prompt, a pass would hold up all other groups, unless they run side by side.
+        """
         outcomes: list[_Outcome] = []
-        entered, ring = False, rings[number % len(rings)]
-        for _ in range(ring.group_size):
-            try:
-                admitted = places.admit(number)
-            except Exception as error:  # noqa: BLE001  (a prompt that is none comes out at its place; those after it go on)
-                outcomes.append(error)
-                continue
-            if admitted is None:
-                break
-            row, prompt = admitted
-            if ring.group_size == 1:
-                group.carry = None  # of the sequence whose place it takes
-            if prompt.again:
-                ring.take_prefix(rings)
-            carry, drawn = ring.prefill(prompt, self.observer)
-            for k, size in enumerate(prompt.chunks, 1):
-                self._note(number, size, int(k == len(prompt.chunks)), is_prompt=True)
-            if prompt.goes_on:
-                ring.enter(group, row, carry, drawn.token)
-                entered = True
-            outcomes.append((drawn.to_host(), ((0, prompt),)))
-            del carry  # it is gone when the next prompt is prefilled
-        rows = () if entered else places.decode(number)
-        if rows:
-            outcomes.append((ring.turn(group, self.observer).to_host(), rows))
-            self._note(number, 1, len(rows), is_prompt=False)
+        ring, rows = rings[turn[0] % len(rings)], dict[int, Rows]()
+        for number in turn:
+            entered = self._fill(rings, places, groups[number], number, outcomes)
+            if not entered or ring.together.beside:
+                rows[number] = places.decode(number)
+        going = [number for number, its in rows.items() if its]
+        for k, drawn in enumerate(ring.turn([groups[number] for number in going], self.observer)):
+            outcomes.append((drawn.to_host(), rows[going[k]]))
+            self._note(going[k], 1, len(rows[going[k]]), is_prompt=False, beside=k)
         return outcomes
 
-    def _note(self, group: int, num_tokens: int, num_made: int, *, is_prompt: bool) -> None:
+    def _fill(self, rings: Sequence[Ring], places: Places, group: Group, number: int, outcomes: list[_Outcome]) -> bool:
+        """Give free places of a group to the next prompts, and prefill them; returns whether one has entered the group."""
+        entered, ring = False, rings[number % len(rings)]
+        for part in ring.at_once(_admitted(places, number, ring.group_size)):
+            if isinstance(part, Exception):
+                outcomes.append(part)
+                continue
+            if ring.group_size == 1:
+                group.carry = None  # of the sequence whose place it takes
+            if any(prompt.again for _, prompt in part):
+                ring.take_prefix(rings)
+            prompts = [prompt for _, prompt in part]
+            made = ring.prefill(prompts, self.observer)
+            self._note_prompts(number, prompts)
+            for row, prompt in part:
+                carry, drawn = made.pop(0)
+                if prompt.goes_on:
+                    ring.enter(group, row, carry, drawn.token)
+                    entered = True
+                outcomes.append((drawn.to_host(), ((0, prompt),)))
+                del carry  # it is gone when the next prompt is prefilled
+        return entered
+
+    def _note_prompts(self, group: int, prompts: Sequence[Continuation]) -> None:
+        for size in sorted({size for prompt in prompts for size in prompt.chunks}, reverse=True):
+            counts = [prompt.chunks.count(size) for prompt in prompts]
+            for turn in range(max(counts)):
+                now = [prompt for prompt, count in zip(prompts, counts, strict=True) if count > turn]
+                for k, prompt in enumerate(now):
+                    ends = size == prompt.chunks[-1] and turn + 1 == prompt.chunks.count(size)
+                    self._note(group, size, int(ends), is_prompt=True, beside=k)
+
+    def _note(self, group: int, num_tokens: int, num_made: int, *, is_prompt: bool, beside: int) -> None:
         self.num_passes += 1
         if self._most_passes < math.inf:  # it is profiled
             before = [number for number, begun in enumerate(self._passes) if begun.group == group]
             awaits = -1 if is_prompt else before[-1]
-            self._passes.append(RingPass(group, len(before), num_tokens, num_made, is_prompt, awaits))
+            self._passes.append(RingPass(group, len(before), num_tokens, num_made, is_prompt, awaits, beside))
+
+
+def _admitted(places: Places, group: int, most: int) -> Iterator[Admitted | Exception]:
+    """The prompts that get free places of a group; one that is refused, or none, comes out at its place, and others go on."""
+    for _ in range(most):
+        try:
+            admitted = places.admit(group)
+        except Exception as error:  # noqa: BLE001  (whatever an iterator of prompts raises)
+            yield error
+            continue
+        if admitted is None:
+            return
+        yield admitted
 
 
 def _only_shapes(where: str) -> StateError:
@@ -323,7 +356,7 @@ def _ring(request: Request, leaves: Leaves[Array], engine: Engine, num_kept: int
     """The ring of one replica, which ``engine`` is for."""
     held = leaves if engine is request.engine else engine.at_replica(leaves)
     request = request._replace(engine=engine)
-    return Ring(*passes_of(request, Lasting(engine.on_devices(held))), request, num_kept)
+    return Ring(*passes_of(request, Lasting(held)), request, num_kept)
 
 
 def check_asked(where: str, engine: Engine, fn: ForwardFn, carry: Tree, counts: Mapping[str, int | None], *, shapes: bool) -> None:
@@ -367,11 +400,11 @@ def _forecast(request: Request, num_kept: int, hbm: float | str | None) -> Forec
 
     def with_groups(count: int) -> Forecast:
         waiting = count - (group_size == 1)  # the place of one sequence is empty when the next is prefilled
-        kinds = [_PassKind(f"{size} of a prompt", alone, _prompt_aval(size), waiting) for size in sizes]
-        kinds.append(_PassKind("a group", together, _group_aval(group_size), count - 1))
+        at_once, turn = (group_size, count) if alone.beside else (1, 1)
+        kinds = [_PassKind(f"{size} of a prompt", alone, _prompt_aval(size), waiting, at_once) for size in sizes]
+        kinds.append(_PassKind("a group", together, _group_aval(group_size), count - turn, turn))
         liveness = _ring_liveness(kinds, alone, together, AHEAD * count, num_kept)
-        more = [] if base.optimizer is None else optimizer_lives(base, len(liveness.lines) + 1)
-        return forecast_of(dataclasses.replace(liveness, lives=(*liveness.lives, *more)), base.placement, room)
+        return forecast_of(liveness if base.optimizer is None else with_optimizer(base, liveness), base.placement, room)
 
     forecast, num_ranks = with_groups(num_groups), base.options.schedule.num_ranks
     changes: list[Change] = []
@@ -390,8 +423,10 @@ class _RingRuns(Work):
         self.engine, self._ring, self._generate = ring.alone.engine, ring, generate
         self.passes = generate(None)
         awaits = {number: begun.awaits for number, begun in enumerate(self.passes) if begun.awaits >= 0}
-        plans = [kind.passes.prepare(kind.batch).plan for kind in self._kinds()]
-        self.plan = join_plans(plans, range(len(plans)), awaits)
+        kinds = self._kinds()
+        firsts = itertools.accumulate((kind.num_beside for kind in kinds), initial=0)
+        plans = [kind.passes.prepare(kind.batch, kind.num_beside).plan for kind in kinds]
+        self.plan = join_plans(plans, list(firsts), awaits)
         self.schedule = schedule_of(self.plan, self.engine.options.schedule.stage_to_rank, "ring")
 
     def run(self, observer: Observer | None = None, *, watched: bool = False) -> Tree:
@@ -409,24 +444,29 @@ class _RingRuns(Work):
 
     def _kinds(self) -> list["_PassKind"]:
         ring, kinds, holding = self._ring, list[_PassKind](), set[int]()
-        for begun in self.passes:
+        for number, begun in enumerate(self.passes):
+            if begun.beside:
+                continue
+            behind = itertools.takewhile(lambda each: each.beside, self.passes[number + 1 :])
+            groups = [begun.group, *(each.group for each in behind)]
             beside = begun.is_prompt and ring.group_size > 1  # it runs on a carry beside that of its group
-            waiting = len(holding if beside else holding - {begun.group})
+            waiting = len(holding if beside else holding - set(groups))
             passes, batch = ring.together, _group_aval(ring.group_size)
             if begun.is_prompt:
                 passes, batch = ring.alone, _prompt_aval(begun.num_tokens)
-            kinds.append(_PassKind(f"group {begun.group}", passes, batch, waiting))
-            holding.add(begun.group)
+            kinds.append(_PassKind(f"group {begun.group}", passes, batch, waiting, len(groups)))
+            holding.update(groups)
         return kinds
 
 
 class _PassKind(NamedTuple):
-    """A kind of pass: what it is called, which passes run it, on what, and how many groups' carries wait meanwhile."""
+    """A kind of pass: what it is called, which passes run it, on what, how many groups' carries wait, how many run side by side."""
 
     what: str
     passes: Passes
     batch: Aval
     waiting: int
+    num_beside: int
 
 
 def _prompt_aval(size: int) -> Aval:
@@ -446,9 +486,9 @@ def _ring_liveness(kinds: Sequence[_PassKind], alone: Passes, together: Passes, 
     stay: dict[Hashable, Life] = {}
     by_pass: dict[int, Liveness] = {}
     for kind in kinds:
-        compiled = kind.passes.prepare(kind.batch)
+        compiled = kind.passes.prepare(kind.batch, kind.num_beside)
         if id(compiled) not in by_pass:
-            sizes, programs = _argument_bytes(kind.passes, compiled), kind.passes.engine.programs
+            sizes, programs = _argument_bytes(kind.passes, compiled, kind.num_beside), kind.passes.engine.programs
             by_pass[id(compiled)] = line_liveness(compiled.bound, sizes, compiled.outputs, None, programs)
         part = by_pass[id(compiled)]
         count = len(part.lines)
@@ -468,13 +508,15 @@ def _ring_liveness(kinds: Sequence[_PassKind], alone: Passes, together: Passes, 
         parts.append(dataclasses.replace(part, lines=lines, lives=tuple(lives)))
     whole = join_liveness(parts)
     tokens = _tokens(together, together.prepare(kinds[-1].batch), num_unread)
-    lasting = (life._replace(begins=0, ends=len(whole.lines) + 1) for life in (*stay.values(), *_carries(alone, num_kept), *tokens))
-    return dataclasses.replace(whole, lives=(*whole.lives, *lasting))
+    end, kept = len(whole.lines) + 1, (*stay.values(), *_carries(alone, num_kept), *tokens)
+    lasting = [life._replace(begins=0, ends=end) for life in kept]
+    hosted = [life._replace(begins=0, ends=end) for life in next(iter(by_pass.values())).hosted]  # parameters, of all passes alike
+    return dataclasses.replace(whole, lives=(*whole.lives, *lasting), hosted=tuple(hosted))
 
 
-def _argument_bytes(passes: Passes, compiled: CompiledPass) -> dict[Name, int]:
+def _argument_bytes(passes: Passes, compiled: CompiledPass, count: int) -> dict[Name, int]:
     placed, placement = passes.engine.placed, passes.engine.placement
-    avals = [*compiled.lasting, *placed.shapes.model_state, *compiled.step.batch]
+    avals = [*compiled.lasting, *[*placed.shapes.model_state] * count, *[*compiled.step.batch] * count]
     return {
         name: count_bytes(aval)
         if name.stage == CALLER

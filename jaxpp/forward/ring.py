@@ -4,13 +4,18 @@ One token is little work, so what depends on parameters alone (a cast of all wei
 pass: its lines are run once for all passes of all shapes, and the values are arguments of the others. A cache changes in place.
 
 A prompt is prefilled in passes of one sequence; then its carry enters a place of its group, whose passes take a token of each.
+
+Where parameters wait in host memory, nothing outlives a pass. Each stage's come to its devices once for several passes, which run
+side by side: a stage works for all of them before the next one does, and what depends on its parameters is made again.
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +45,7 @@ from jaxpp.types import Array, Aval, Batch, ForwardFn, Key, Leaf, Tree
 
 __all__ = ["AHEAD", "CompiledPass", "Group", "Lasting", "Passes", "Request", "Ring", "check_unstepped", "passes_of", "prompts_of"]
 
+_APART = 4  # between the names of one sequence and of the next: a pass has microbatches numbered from -1 to 1
 AHEAD = 2  # turns that are begun before the tokens of the first of them are read
 
 
@@ -59,8 +65,8 @@ class CompiledPass:
 
     plan: Plan
     bound: Bound
-    inputs: tuple[Name, ...]  # parameters, what depends on parameters alone, the carry, the batch
-    outputs: tuple[Name, ...]  # the outputs of the function, then the new carry
+    inputs: tuple[Name, ...]  # parameters, what depends on parameters alone, the carry of each sequence, the batch of each
+    outputs: tuple[Name, ...]  # of each sequence the outputs of the function, then the new carry
     step: Step
     lasting: tuple[Leaf, ...]  # the first arguments, which are the same for every pass
 
@@ -107,32 +113,57 @@ def _shapes_of(bound: Bound, there: Mapping[Name, Leaf], names: Sequence[Name]) 
 
 
 class Passes:
-    """Runs the function of an engine, ``fn(params, carry, batch) -> (carry, outputs)``, through the stages once at each call."""
+    """Runs the function of an engine, ``fn(params, carry, batch) -> (carry, outputs)``, through the stages once at each call.
+
+    Attributes:
+        engine: of the function.
+        beside: whether parameters wait in host memory, and passes run side by side.
+    """
 
     def __init__(self, engine: Engine, lasting: Lasting):
         self.engine, self._lasting = engine, lasting
+        self.beside = Role.PARAM in engine.options.waiting
         self._compiled: dict[Hashable, CompiledPass] = {}
 
-    def prepare(self, batch: Batch) -> CompiledPass:
-        """What runs for inputs of these shapes, compiled at the first call."""
+    def prepare(self, batch: Batch, count: int = 1) -> CompiledPass:
+        """What runs for so many inputs of these shapes, compiled at the first call."""
         leaves, tree = jax.tree.flatten(batch)
-        key = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), count
         if key not in self._compiled:
-            self._compiled[key] = despite_ctrl_c(self._prepare, batch)
+            self._compiled[key] = despite_ctrl_c(self._prepare, batch, count)
         return self._compiled[key]
 
-    def __call__(self, carry: Sequence[Array], batch: Batch, observer: Observer | None = None) -> tuple[list[Array], Tree]:
-        """Run one pass; the carry is consumed. Returns the new carry and the outputs, and waits for nothing."""
+    def __call__(
+        self, carries: Sequence[Sequence[Array]], batches: Sequence[Batch], observer: Observer | None = None
+    ) -> list[tuple[list[Array], Tree]]:
+        """Run a pass of each carry, which is consumed, and batch, all of one shape: the new carries and the outputs.
+
+        It waits for nothing.
+        """
+        if self.beside:
+            return self._run(carries, batches, observer) if carries else []
+        return [made for carry, batch in zip(carries, batches, strict=True) for made in self._run([carry], [batch], observer)]
+
+    def _run(
+        self, carries: Sequence[Sequence[Array]], batches: Sequence[Batch], observer: Observer | None
+    ) -> list[tuple[list[Array], Tree]]:
+        if self.beside:  # the runtime's own copy would crash
+            check_unstepped("next(generation)", "generation", self._lasting.leaves)
         try:
-            compiled = self.prepare(batch)
-            results = execute(compiled.plan, [*compiled.lasting, *carry, *jax.tree.leaves(batch)], observer)
+            compiled = self.prepare(batches[0], len(batches))
+            leaves = [leaf for tree in (*carries, *batches) for leaf in jax.tree.leaves(tree)]
+            results = iter(execute(compiled.plan, [*compiled.lasting, *leaves], observer))
         except Exception:
             check_unstepped("next(generation)", "generation", self._lasting.leaves)
             raise
-        split = len(results) - len(carry)
-        return results[split:], compiled.step.cuts[0].loss.aux_tree.unflatten(results[:split])
+        tree = compiled.step.cuts[0].loss.aux_tree
+        made = []
+        for carry in carries:
+            outputs = tree.unflatten(itertools.islice(results, tree.num_leaves))
+            made.append((list(itertools.islice(results, len(carry))), outputs))
+        return made
 
-    def _prepare(self, batch: Batch) -> CompiledPass:
+    def _prepare(self, batch: Batch, count: int) -> CompiledPass:
         engine, lasting = self.engine, Builder()
         step = engine.preparer.step(batch, None, train=False)
         builder = lower(step, forward_actions(step.num_stages, 1), lasting)
@@ -141,12 +172,40 @@ class Passes:
         builder.lines[:] = _in_place(builder.lines, set(carry), set(outputs))
         made = {name for line in lasting.lines for name in line.outputs}
         wanted = [name for name in dict.fromkeys(name for line in builder.lines for name in line.inputs) if name in made]
-        values = self._lasting.values(engine, lasting, wanted)
-        inputs = (*engine.placed.names_on_devices.all_params, *wanted, *carry, *step.given)
         what = f"for a pass of {', '.join(str(tuple(leaf.shape)) for leaf in jax.tree.leaves(batch))}"
+        params, values = engine.placed.names.all_params, []
+        if self.beside:
+            there = {*engine.placed.names_on_devices.all_params, *made, *builder.constants}
+            of_each = [partial(_of_sequence, k, there) for k in range(count)]
+            builder = Builder([*lasting.lines, *_side_by_side(builder.lines, of_each)], {**lasting.constants, **builder.constants})
+            carries, given, outputs = (
+                tuple(name_of(name) for name_of in of_each for name in names) for names in (carry, step.given, outputs)
+            )
+            inputs = (*params, *carries, *given)
+            builder, _ = engine.visited(builder, inputs, outputs)
+        else:
+            values = self._lasting.values(engine, lasting, wanted)
+            inputs = (*params, *wanted, *carry, *step.given)
         bound = bind_lines(builder, engine.placement)
-        plan, bound = _compile(engine, bound, inputs, outputs, dict(zip(wanted, values, strict=True)), what)
+        plan, bound = _compile(engine, bound, inputs, outputs, dict(zip(wanted, values, strict=False)), what)
         return CompiledPass(plan, bound, inputs, outputs, step, (*self._lasting.leaves.all_params, *values))
+
+
+def _of_sequence(number: int, there: Collection[Name], name: Name) -> Name:
+    """What a value is called in the pass of one of several sequences, unless all of them read it."""
+    return name if name in there else name._replace(microbatch=name.microbatch + _APART * number)
+
+
+def _side_by_side(lines: Sequence[Line], names_of: Sequence[Callable[[Name], Name]]) -> Iterator[Line]:
+    """The lines of a pass, once for each of several sequences: each action, and what follows on it, of all before the next one."""
+    begins = [k for k, line in enumerate(lines) if line.program is not None and line.action is not None]
+    for begin, end in itertools.pairwise((0, *begins, len(lines))):
+        for number, name_of in enumerate(names_of):
+            for line in lines[begin:end]:
+                inputs, outputs = (tuple(map(name_of, names)) for names in (line.inputs, line.outputs))
+                action = line.action and line.action._replace(microbatch=number)
+                label = line.label if line.action is None else line.label.replace(str(line.action), str(action))
+                yield dataclasses.replace(line, label=label, inputs=inputs, outputs=outputs, action=action)
 
 
 def _compile(
@@ -228,6 +287,10 @@ class Group:
     tokens: Array | None = None  # what the next pass takes, on the last stage
 
 
+Admitted = tuple[int, Continuation]
+"""A prompt, and its place in a group."""
+
+
 class Ring:
     """Runs the passes of groups of sequences, whose carries stay on their stages."""
 
@@ -263,8 +326,42 @@ class Ring:
             if ring is not self and ring._prefix:
                 self._prefix, ring._prefix = to_homes(ring._prefix, self._homes), []
 
-    def prefill(self, prompt: Continuation, observer: Observer | None) -> tuple[list[Array], NextToken]:
-        """Run a prompt through the stages in chunks, in a carry of its own: the carry, and the first token."""
+    def at_once(self, admitted: Iterable[Admitted | Exception]) -> Iterator[list[Admitted] | Exception]:
+        """The prompts that are prefilled at once: one, or, side by side, as many as do not wait for what comes again of another."""
+        part: list[Admitted] = []
+        for one in admitted:
+            waits = isinstance(one, Exception) or (part and one[1].again and not part[-1][1].again)
+            if part and (waits or not self.alone.beside):
+                yield part
+                part = []
+            if isinstance(one, Exception):
+                yield one
+            else:
+                part.append(one)
+        if part:
+            yield part
+
+    def prefill(self, prompts: Sequence[Continuation], observer: Observer | None) -> list[tuple[list[Array], NextToken]]:
+        """Run prompts through the stages in chunks, each in a carry of its own: the carry, and the first token."""
+        carries, drawn = list(map(self._begun, prompts)), list[NextToken | None]([None] * len(prompts))
+        starts = [len(prompt.tokens) - sum(prompt.chunks) for prompt in prompts]
+        left = [deque(prompt.chunks) for prompt in prompts]
+        while any(left):
+            size = max(chunks[0] for chunks in left if chunks)
+            now = [k for k, chunks in enumerate(left) if chunks and chunks[0] == size]
+            for k in now:
+                left[k].popleft()
+                last = starts[k] == len(prompts[k].tokens) - 1
+                if last and prompts[k].repeated != prompts[k].again:  # the first of equal prompts, or the last
+                    self._prefix = self._on_each_stage(_copies, carries[k]) if prompts[k].repeated else []
+            tokens = [np.array(prompts[k].tokens[None, starts[k] : starts[k] + size], np.int32) for k in now]
+            for k, made in zip(now, self.alone([carries[k] for k in now], tokens, observer), strict=True):
+                carries[k], drawn[k] = made
+                starts[k] += size
+        return [(carry, cast("NextToken", token)) for carry, token in zip(carries, drawn, strict=True)]  # a prompt has a token
+
+    def _begun(self, prompt: Continuation) -> list[Array]:
+        """The carry of a sequence before the passes of its prompt."""
         carry = self._on_each_stage(_copies, self._prefix if prompt.again else self._empty)
         carry[self._key_leaf] = put(_sequence_key(self._key, np.uint32(prompt.prompt)), self._homes[self._key_leaf])
         if self._max_length is not None and not prompt.again:
@@ -272,14 +369,7 @@ class Ring:
             there[: len(prompt.tokens)] = prompt.tokens
             for leaf, value in ((self._key_leaf - 2, there), (self._key_leaf - 1, np.int32(len(prompt.tokens)))):
                 carry[leaf] = put(value, self._homes[leaf])
-        drawn, start = None, len(prompt.tokens) - sum(prompt.chunks)
-        for size in prompt.chunks:
-            if start == len(prompt.tokens) - 1 and prompt.repeated != prompt.again:  # the first of equal prompts, or the last
-                self._prefix = self._on_each_stage(_copies, carry) if prompt.repeated else []
-            carry, drawn = self.alone(carry, np.array(prompt.tokens[None, start : start + size], np.int32), observer)
-            start += size
-        assert drawn is not None, "a prompt has a token"
-        return carry, drawn
+        return carry
 
     def enter(self, group: Group, row: int, carry: list[Array], token: Array) -> None:
         """Put a sequence that was prefilled alone into a place of a group, with the token that was drawn for it."""
@@ -292,12 +382,14 @@ class Ring:
         group.carry = self._on_each_stage(partial(_inserted, np.int32(row)), group.carry, carry)
         group.tokens = _replaced(np.int32(row), group.tokens, token)  # the host has yet to read the old ones
 
-    def turn(self, group: Group, observer: Observer | None) -> NextToken:
-        """One token for every sequence of a group."""
-        assert group.carry is not None, "a sequence has entered the group"
-        group.carry, drawn = self.together(group.carry, group.tokens, observer)
-        group.tokens = drawn.token
-        return drawn
+    def turn(self, groups: Sequence[Group], observer: Observer | None) -> list[NextToken]:
+        """One token for every sequence of some groups."""
+        carries = [group.carry for group in groups if group.carry is not None]
+        assert len(carries) == len(groups), "a sequence has entered each group"
+        made = self.together(carries, [group.tokens for group in groups], observer)
+        for group, (carry, drawn) in zip(groups, made, strict=True):
+            group.carry, group.tokens = carry, drawn.token
+        return [drawn for _, drawn in made]
 
     def _on_each_stage(self, function: ForwardFn, *carries: Sequence[Array]) -> list[Array]:
         """Run ``function(axes, leaves, ...)`` on the leaves of each stage, where they live."""

@@ -6,16 +6,17 @@ reader. What a visit begins with is copied in while the visit before it runs, wh
 forwards are done. What a visit has changed and a later one, or the caller, wants goes out. What a step computes from parameters
 alone (a cast) is computed again in each visit, which is cheaper than a copy.
 
-The update of a stage runs as soon as its gradients are complete (``early``), so that these need not wait in between.
+The update of a stage runs as soon as its gradients are complete (``early``), so that these need not wait in between. Where a step
+consumes its state, the old value of a leaf is let go once the new one has been handed over, so that the host holds the state once.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from jaxpp.plan.builder import CALLER, Builder, Line, MemoryCopy, Name
+from jaxpp.plan.builder import CALLER, Builder, Line, LineCall, MemoryCopy, Name, last_uses
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.program import Role
 
@@ -88,6 +89,7 @@ class Visits:
         stays: but for these leaves, by role and index.
         given: what the arguments of the step are called; some wait.
         results: what its results are called, on devices.
+        let_go: what deletes arguments that wait, once their new values have gone out; None where they stay.
     """
 
     builder: Builder
@@ -96,6 +98,7 @@ class Visits:
     stays: Collection[tuple[Role, int]]
     given: Sequence[Name]
     results: Sequence[Name]
+    let_go: LineCall | None = None
 
     def __post_init__(self):
         self._values: defaultdict[Name, _Value] = defaultdict(_Value)
@@ -122,8 +125,24 @@ class Visits:
             _copy(made, MemoryCopy.TO_DEVICE, self._ins[number])
             made.lines += [*self._again[number], line]
             _copy(made, MemoryCopy.TO_HOST, self._outs[number])
-        copies = {name: self._values[name].copy for name in self.results if name in self._values}
-        return made, {name: copy for name, copy in copies.items() if copy is not None}
+        known = {name: self._values[name].copy for name in self.results if name in self._values}
+        copies = {name: copy for name, copy in known.items() if copy is not None}
+        if self.let_go is not None:
+            made.lines[:] = self._letting_go(made.lines, copies, self.let_go)
+        return made, copies
+
+    def _letting_go(self, lines: Sequence[Line], copies: Mapping[Name, Name], let_go: LineCall) -> Iterator[Line]:
+        """The lines, with one behind the new values of a stage that lets go of the old ones, of which no other is made."""
+        last, gone = last_uses(lines), defaultdict[int, dict[int, list[Name]]](lambda: defaultdict(list))
+        kept, news = set(copies.values()), {_leaf(name): copy for name, copy in copies.items()}
+        for name in self.given:
+            new = news.get(_leaf(name))
+            if name.ref.waits and name not in kept and new is not None:
+                gone[max(last[new], last.get(name, -1))][name.stage].append(name)
+        for number, line in enumerate(lines):
+            yield line
+            for stage, old in gone[number].items():
+                yield Line(f"let go of stage {stage}", stage, None, tuple(range(len(old))), tuple(old), (), call=let_go)
 
     def _without_needless(self, lines: Sequence[Line]) -> list[Line]:
         """The lines but for sends of what waits, which each stage reads from there, and for programs that visits run again."""
@@ -213,6 +232,11 @@ class Visits:
             inputs = tuple(named.get(name, name) for name in maker.inputs)
             outputs = tuple(name._replace(microbatch=visit) for name in maker.outputs)
             self._again[number].append(replace(maker, inputs=inputs, outputs=outputs))
+
+
+def _leaf(name: Name) -> tuple[int, Role, int]:
+    """Which leaf of a state a value is, before or after a step."""
+    return name.stage, name.ref.role, name.ref.index
 
 
 def _copy(builder: Builder, copies: MemoryCopy, pairs: Sequence[tuple[Name, Name]]) -> None:

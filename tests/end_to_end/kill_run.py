@@ -40,10 +40,11 @@ def digest(state):
     return found.hexdigest()
 
 
-def train(folder: Path, steps: int, every: int, *, told: bool):
+def train(folder: Path, steps: int, every: int, *, told: bool, host: str | None):
     """Train; with ``told`` the bits of every state that is saved are printed too."""
-    scale = DynamicScale(scale=1024.0, growth_interval=5)
-    pipe = jaxpp.Pipeline(loss_fn, optax.adamw(1e-2), num_stages=2, num_microbatches=4, has_state=True, loss_scale=scale)
+    scale = None if host else DynamicScale(scale=1024.0, growth_interval=5)  # that would make all updates wait for all stages
+    options = {"num_stages": 2, "num_microbatches": 4, "has_state": True, "loss_scale": scale, "host": host}
+    pipe = jaxpp.Pipeline(loss_fn, optax.adamw(1e-2), **options)
     options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
     with ocp.CheckpointManager(folder, options=options) as manager:
         newest = manager.latest_step()
@@ -65,4 +66,10 @@ def train(folder: Path, steps: int, every: int, *, told: bool):
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
-    train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), told="told" in sys.argv)
+    train(
+        Path(sys.argv[1]),
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+        told="told" in sys.argv,
+        host="params" if "params" in sys.argv else None,
+    )

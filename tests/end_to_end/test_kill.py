@@ -17,12 +17,17 @@ STEPS, EVERY = 60, 3
 class Runs:
     """Starts ``tests/end_to_end/kill_run.py``; all runs share the programs that were compiled.
 
+    Args:
+        folder: of the checkpoints.
+        always: further arguments of every run.
+
     Attributes:
         saved: the bits of the state at each step that a run without kills saves, and at the start (``None``).
         seconds: how long a run without kills takes until it has a state, and from then to its end.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *always: str):
+        self.always = always
         self.environment = os.environ | {
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
@@ -44,7 +49,7 @@ class Runs:
             kill: the moment at which the run is killed, unless it has ended: 0 is its start and 1 its end.
             training: 0 is rather the moment at which it has a state, begun or restored, and trains.
         """
-        command = [sys.executable, "-m", "tests.end_to_end.kill_run", str(folder), str(STEPS), str(EVERY), *words]
+        command = [sys.executable, "-m", "tests.end_to_end.kill_run", str(folder), str(STEPS), str(EVERY), *words, *self.always]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}  # a line is read, and no byte more
         began = time.perf_counter()
         with subprocess.Popen(command, cwd=ROOT, env=self.environment, **options) as process:
@@ -64,6 +69,11 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def runs_from_host(tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("runs"), "params")
 
 
 def kill(runs: Runs, folder: Path, kills: int, seed: int) -> None:
@@ -93,6 +103,11 @@ def kill(runs: Runs, folder: Path, kills: int, seed: int) -> None:
 @pytest.mark.long
 def test_a_run_killed_three_times_ends_with_the_bits_of_one_that_was_not(runs, tmp_path):
     kill(runs, tmp_path, 3, seed=0)
+
+
+@pytest.mark.long
+def test_so_does_a_run_whose_parameters_wait_in_host_memory(runs_from_host, tmp_path):
+    kill(runs_from_host, tmp_path, 3, seed=9)
 
 
 @pytest.mark.slow

@@ -1,7 +1,11 @@
 """``host=``: parameters and the optimizer wait in host memory, and nothing else is different, bit by bit."""
 
 import gc
+import os
+import subprocess
+import sys
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import chex
 import jax
@@ -13,16 +17,19 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 
 import jaxpp
+from jaxpp.engine import engine as engine_room
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.observe.profile.spans import isolated_spans
 from jaxpp.plan.builder import Builder, MemoryCopy, Name
 from jaxpp.plan.visits import early
+from jaxpp.runtime.execute import execute
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.program import Ref, Role
 from tests.random_models import random_model
 
+ROOT = Path(__file__).parents[2]
 HOST = "pinned_host"
 WIDTH = 16
 BATCH = jnp.asarray(np.random.default_rng(1).normal(size=(16, WIDTH)), jnp.float32)
@@ -213,6 +220,48 @@ def test_a_state_of_eight_times_the_devices_memory_trains_and_every_moment_is_as
     assert pipe.forecast(state.params, x).hosted[device] >= size
 
 
+def on_the_host():
+    """Bytes of all arrays in host memory."""
+    arrays = (each for each in jax.live_arrays() if not each.is_deleted() and each.sharding.memory_kind == HOST)
+    return sum(each.nbytes for each in arrays)
+
+
+@pytest.mark.parametrize("host", ["params", pytest.param("optimizer", marks=pytest.mark.long)])
+def test_the_host_holds_the_state_once_and_the_new_values_of_a_stage(host):
+    depth = 8
+    pipe, state, x = budget_of(host, depth=depth)
+    size, outside = sum(leaf.nbytes for leaf in jax.tree.leaves(held(state)) if leaf.sharding.memory_kind == HOST), on_the_host()
+    foreseen, most = pipe.forecast(state.params, x).hosted[jax.devices()[0]], []
+    pipe.engine.run("update", pipe.engine.leaves(state), x, None, observer=lambda *_: most.append(on_the_host() - outside + size))
+    assert size < max(most) <= size + size // depth + 1024
+    assert abs(foreseen - max(most)) <= 1024
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(held(state)[host == "optimizer"]) if leaf.size > 1)
+
+
+def test_a_step_that_fails_before_its_first_update_leaves_the_state_and_one_that_fails_later_says_so(monkeypatch):
+    pipe, state, x = budget_of("params", depth=4)
+    plan, _ = pipe.engine.plan("update", x, None)
+    first = next(k for k, line in enumerate(plan.instructions) if line.label.startswith("let go"))
+    assert plan.consumes <= first
+    fails = [plan.consumes - 1]
+
+    def run(plan, arguments, observer, hold):
+        def stop(instruction, slots):
+            if instruction is plan.instructions[fails[0]]:
+                raise ValueError("not this time")
+
+        return execute(plan, arguments, stop, hold)
+
+    monkeypatch.setattr(engine_room, "execute", run)
+    with pytest.raises(ValueError, match="not this time") as error:
+        pipe.step(state, x)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.held))
+    fails[0] = first
+    with pytest.raises(ValueError, match="not this time") as error:
+        pipe.step(state, x)
+    assert "the update had begun" in "".join(error.value.__notes__)
+
+
 def test_the_inputs_of_stages_may_wait_beside_the_state_and_results_are_those_of_recomputing():
     found, expected = (budget_of("params", depth=8, remat=remat) for remat in (jaxpp.Offload(recompute=True), "recompute"))
     (pipe, state, x), (plain, other, _) = found, expected
@@ -261,6 +310,17 @@ def test_a_checkpoint_opens_in_host_memory_and_goes_on_with_the_same_bits(tmp_pa
     expected, _ = pipe.step(state, BATCH, KEY)
     same(opened.step(restored, BATCH, KEY)[0], expected)
     same(resident.step(back, BATCH, KEY)[0], expected)
+
+
+@pytest.mark.long
+def test_saving_and_opening_a_checkpoint_takes_a_few_leaves_and_never_a_second_state(tmp_path):
+    for word in ("save", "restore"):
+        command = [sys.executable, "-m", "tests.end_to_end.restore_run", str(tmp_path / "state"), word]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        beyond, size, *kinds = done.stdout.split()
+        assert kinds == [HOST]
+        assert int(beyond) < 0.75 * int(size), word
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ import jaxpp
 from jaxpp.errors import ArgumentError, FitError
 from jaxpp.observe.memory import fit
 from jaxpp.observe.memory.ledger import sample_step
+from jaxpp.observe.memory.remat_frontier import again_of
 from jaxpp.schedule import Kind, make, simulate
 from tests.models import gpt_case, mlp_case
 from tests.processes.test_process_front_door import PARAMS, loss_of_task, new_bank
@@ -22,6 +23,7 @@ from tests.processes.test_process_front_door import batch as made_batch
 
 MLP = {"make": functools.partial(mlp_case, batch_size=64, width=64), "num_stages": 4, "num_microbatches": 8}
 GPT = {"make": functools.partial(gpt_case, batch_size=12, width=32), "num_stages": 2, "num_microbatches": 6}
+BOTH, SHARES = jaxpp.Offload(recompute=True), (0.75, 0.5, 0.25)
 PAIR = {"make": functools.partial(mlp_case, batch_size=48, width=32), "num_stages": 2, "num_microbatches": 6}
 
 
@@ -181,7 +183,8 @@ def test_no_other_choice_that_fits_is_cheaper(num_devices, copy, costs):
     order = make("gpipe", num_ranks=2, num_microbatches=6)
 
     def time(ways):
-        grads = [b + f * (way == "recompute") for b, f, way in zip(backward, forward, ways, strict=True)]
+        again = [{"recompute": 1.0}.get(way, 0.0) if isinstance(way, str) else repeats(way)[k] for k, way in enumerate(ways)]
+        grads = [b + f * part for b, f, part in zip(backward, forward, again, strict=True)]
         kept = [1 if way == "offload" else None for way in ways]
         return simulate(order, forward=forward, input_grad=grads, weight_grad=0, offload=kept, copy=copies).makespan
 
@@ -192,7 +195,7 @@ def test_no_other_choice_that_fits_is_cheaper(num_devices, copy, costs):
         options = pipe.engine.options
         offload = options.offload or (None, None)
         chosen = tuple(
-            "recompute" if kept.recomputes else "least" if except_last is None else "offload"
+            getattr(kept, "share", "recompute" if kept.recomputes else "least" if except_last is None else "offload")
             for kept, except_last in zip(options.remat, offload, strict=True)
         )
         assert max(known[chosen]) <= room
@@ -201,9 +204,42 @@ def test_no_other_choice_that_fits_is_cheaper(num_devices, copy, costs):
 
 @functools.cache
 def every_choice(num_devices):
-    """The peaks of the devices, for all that two stages may do."""
-    ways = itertools.product(("least", "offload", "recompute"), repeat=2)
-    return {each: peaks(PAIR, remat=list(each), devices=jax.devices()[:num_devices]) for each in ways}
+    """The peaks of the devices, for all that two stages may do; on one device both keep the same share, if any.
+
+    On two devices what each holds depends on its own stage alone.
+    """
+    devices = jax.devices()[:num_devices]
+    if num_devices == 2:
+        own = {way: peaks(PAIR, remat=way, devices=devices) for way in ("least", "offload", "recompute", *SHARES)}
+        return {(a, b): (own[a][0], own[b][1]) for a, b in itertools.product(own, repeat=2)}
+    ways = [*itertools.product(("least", "offload", "recompute"), repeat=2), *zip(SHARES, SHARES, strict=True)]
+    return {each: peaks(PAIR, remat=list(each), devices=devices) for each in ways}
+
+
+@functools.cache
+def repeats(share):
+    """What the backward of each stage runs again, in parts of its forward, where it keeps a share of the least."""
+    engines = []
+    for remat in (share, "least"):
+        pipe, case = pipeline(PAIR, remat=remat)
+        pipe.abstract_state(case.params, case.batch)
+        engines.append(pipe.engine)
+    return again_of(*engines, case.batch, case.key)
+
+
+@pytest.mark.long
+def test_inputs_wait_in_host_memory_where_neither_copies_nor_repeats_are_enough(costs):
+    costs([1.0] * 2, [2.0] * 2, [0.5] * 2)
+    device = jax.devices()[:1]
+    room, again = (max(peaks(PAIR, remat=remat, devices=device)) for remat in (BOTH, "recompute"))
+    assert room < again
+    pipe, case = pipeline(PAIR, hbm=room, devices=device)
+    state = pipe.init(case.params, case.batch)
+    options = pipe.engine.options
+    assert options.host is None and options.offload[1] == 1 and options.remat[1].recomputes
+    assert any(remark.startswith("stage 1: offload and recompute (peak ") for remark in pipe.stages.remarks)
+    pipe.verify(state, case.batch, case.key)
+    check_memory(pipe, case, room)
 
 
 @pytest.mark.long
@@ -233,18 +269,18 @@ def test_a_second_init_keeps_the_choice_and_says_nothing(costs, capsys):
 @pytest.mark.long
 def test_what_never_fits_is_refused_with_the_forecast_and_the_advice(costs):
     costs([1.0] * 2, [2.0] * 2, [0.5] * 2)
-    least, away, again = (peaks(PAIR, remat=remat) for remat in ("least", "offload", "recompute"))
-    room = min(*away, *again) - 1
+    least, *others = (peaks(PAIR, remat=remat) for remat in ("least", "offload", "recompute", BOTH))
+    room = min(map(min, others)) - 1
     pipe, case = pipeline(PAIR, hbm=room)
     with pytest.raises(FitError) as error:
         pipe.init(case.params, case.batch)
     lines = str(error.value).splitlines()
-    still = [words(min(a, b)) for a, b in zip(away, again, strict=True)]
+    still = [words(min(each)) for each in zip(*others, strict=True)]
     needs = [f"cpu:{k} needs {words(least[k])} of {words(room)}" for k in range(2)]
     assert lines[:3] == [
         f"Pipeline(hbm={words(room)}): a step fits into the memory that each device has.",
-        f"  Got: {needs[0]}, and still {still[0]} where its stages offload or recompute",
-        f"       {needs[1]}, and still {still[1]} where its stages offload or recompute",
+        f"  Got: {needs[0]}, and still {still[0]} where its stages offload, recompute, or both",
+        f"       {needs[1]}, and still {still[1]} where its stages offload, recompute, or both",
     ]
     for line, host in zip(lines[3:5], ("optimizer", "params"), strict=True):
         assert re.fullmatch(rf'       host="{host}" leaves at least [\d.]+ KiB on the device that holds most\.?', line), line

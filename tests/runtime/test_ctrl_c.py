@@ -189,6 +189,15 @@ class Traced:
         np.testing.assert_array_equal(np.asarray(jnp.ones(3) + 1), 2 * np.ones(3))
 
 
+class StepsFromHost(Steps):
+    """Where parameters wait in host memory, a step lets go of the old ones stage by stage, and Ctrl-C waits meanwhile."""
+
+    def begin(self):
+        order = jaxpp.schedule.make("looped-bfs", num_ranks=1, num_microbatches=2, stages_per_rank=2)
+        self.pipe = pipeline(schedule=order, host="params", devices=jax.devices()[:1])
+        self.pipe.init(PARAMS, X)
+
+
 def init_and_step():
     pipe = pipeline()
     return Traced(lambda: pipe.step(pipe.init(PARAMS, X), X))
@@ -269,6 +278,7 @@ class Case:
 
 CASES = {
     "a step, anywhere": Case(Steps, None, 97, 60),
+    "a step from host memory, anywhere": Case(StepsFromHost, None, 48, 30),
     "a step of a bank, anywhere": Case(StepsOfABank, None, 24, 12),
     "init and a step, in JAX's contexts": Case(init_and_step, in_contexts_of_jax, 40, 20),
     "a stream, in JAX's contexts": Case(stream, in_contexts_of_jax, 6, 3),
@@ -276,7 +286,14 @@ CASES = {
     "compiling, in Python's pools": Case(Compiling, in_pools, 60, 20),
     "a profile, where its trace begins and ends": Case(Profiles, around_the_profiler, 30, 15),
 }
-LONG = ("compiling, in Python's pools", "a step of a bank", "init and a step", "a stream", "a generation")
+LONG = (
+    "compiling, in Python's pools",
+    "a step from host memory",
+    "a step of a bank",
+    "init and a step",
+    "a stream",
+    "a generation",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name.startswith(LONG) else ()) for name in CASES])
@@ -470,6 +487,7 @@ SHARED = {name: WIDE[name] for name in "abc"}
 RUNS = {
     "1f1b": Run(),
     "unequal slices of a loop": Run(of_layers, LAYERS),
+    "parameters in host memory": Run(options={"host": "params"}),
     "a bank": Run(of_set, SHARED, ("cat", "dog")),
     "a bank, replicas, donate=False": Run(
         of_set, SHARED, (["cat", "dog"], ["dog", "cat"], ["dog", "dog"]), donate=False, options={"data_parallel": 2}

@@ -1,17 +1,18 @@
 """``Pipeline(hbm=...)``: what stages keep, and what waits in host memory, so that a step fits; chosen when shapes are first seen.
 
 A stage keeps the least, which costs no time; or lets it wait in host memory (offload), which costs what the copies do not hide; or
-keeps a share of it, which costs what is repeated; or its inputs only (recompute), which costs one more forward
-for each microbatch. What a device holds depends on its own stages alone, so the forecast says for each device that is too full
-which choices of its stages fit; of the choices of all devices, that with the shortest step on the virtual clock is taken. Nothing
-is measured if the step fits as it is. If none fits, the optimizer's state waits in host memory (``host="optimizer"``), then
-parameters and gradients too, and the stages choose again.
+keeps a share of it, which costs what is repeated; or its inputs only (recompute), which costs one more forward for each microbatch;
+or, where none of these is enough, its inputs in host memory (both). What a device holds depends on its own stages alone, so the
+forecast says for each device that is too full which choices of its stages fit; of the choices of all devices, that with the
+shortest step on the virtual clock is taken. Nothing is measured if the step fits as it is. If none fits, the optimizer's state
+waits in host memory (``host="optimizer"``), then parameters and gradients too, and the stages choose again.
 """
 
 import contextlib
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,15 +28,16 @@ from jaxpp.plan.builder import Name
 from jaxpp.runtime.measure import action_times, copy_times
 from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.schedule.offload import offloads
-from jaxpp.stages.remat import policies_of
+from jaxpp.stages.remat import Offload, offload_of, policies_of
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.targets import device_name
 from jaxpp.types import Batch, Device, Key
 
-_Way = str | float  # "least", "offload" or "recompute", or a share of the least
+_Way = str | float | Offload  # "least", "offload" or "recompute", a share of the least, or ``_BOTH``
 _Choice = tuple[_Way, ...]  # for each stage
 
 _SHARES = (0.75, 0.5, 0.25)  # that are tried
+_BOTH = Offload(recompute=True)  # the fewest bytes on the device
 _IN_PLACE = ("least", "offload")  # ways that repeat nothing costly
 _MOST_STAGES = 2  # on one device, for which all combinations are tried
 _MOST_COMBINED = 1000  # combinations of what fits on each device, that are put on the clock
@@ -76,7 +78,7 @@ def fit(engine: Engine, batch: Batch, key: Key | None, waiting: Sequence[Name] =
         return Fit(search.engine(best), search.remarks(best))
     least = search.least()
     most = bytes_in_words(max(least.values()))
-    reason = f"offloading and recomputing leave {most}" if search.chooses else f"the step needs {most}"
+    reason = f"offloading, recomputing or both leave {most}" if search.chooses else f"the step needs {most}"
     found, tried = _with_more_on_the_host(search, reason)
     if found is None:
         raise search.refusal(full, least, tried)
@@ -138,7 +140,8 @@ class _Search:
 
     def again(self, choice: _Choice) -> list[float]:
         """How much of its forward each stage runs again in its backward."""
-        return [0.0 if way in _IN_PLACE else 1.0 if way == "recompute" else self._shares(way)[k] for k, way in enumerate(choice)]
+        known = {"least": 0.0, "offload": 0.0, "recompute": 1.0, _BOTH: 1.0}
+        return [known[way] if way in known else self._shares(way)[k] for k, way in enumerate(choice)]
 
     def _shares(self, way: _Way) -> list[float]:
         if way not in self.known:
@@ -182,13 +185,16 @@ class _Search:
         best = self._cheapest(self._fitting(full, ("offload",)))
         if best is None or self.evaluator.seconds(best) > self.evaluator.seconds(self.asked):
             best = self._cheapest(self._fitting(full, ("offload", *_SHARES, "recompute")))
+        if best is None:
+            few = max(Counter(self.devices).values()) <= _MOST_STAGES
+            best = self._cheapest(self._fitting(full, ("offload", "recompute", _BOTH) if few else ("recompute", _BOTH)))
         return best
 
     def least(self) -> dict[Device, int]:
         """The fewest bytes of each device at its peak, of what was tried; of arrays alone, if nothing was compiled yet."""
         tried = list(map(self.peaks, self.evaluator.weights))
         if not tried:
-            every = [(way,) * self.schedule.num_stages for way in (("offload", "recompute") if self.chooses else ())]
+            every = [(way,) * self.schedule.num_stages for way in (("offload", "recompute", _BOTH) if self.chooses else ())]
             found = [self.arrays(choice) for choice in (self.asked, *every)]
             tried = [{device: each.most(device) for device in each.devices} for each in found]
         return {device: min(peaks[device] for peaks in tried) for device in tried[0]}
@@ -210,12 +216,16 @@ class _Search:
         """
         moves = {moved.forward.stage for moved in offloads(self.schedule.rows, (1,) * self.schedule.num_stages)}
         stages = [stage for stage, home in enumerate(self.devices) if home == device]
-        for own in itertools.product(("least", *ways), repeat=len(stages)):
-            shared = {way for way in own if isinstance(way, float)}
-            in_order = bool(shared) or list(own) == sorted(own, key=("recompute", "offload", "least").index)
-            if set(own) == {"least"} or (len(stages) > _MOST_STAGES and not in_order) or (shared and len(set(own)) > 1):
-                continue
-            if all(stage in moves for stage, way in zip(stages, own, strict=True) if way == "offload"):
+        whole = [way for way in (_BOTH, "recompute", "offload", "least") if way in ("least", *ways)]
+        if len(stages) > _MOST_STAGES:
+            every = itertools.combinations_with_replacement(whole, len(stages))
+        else:
+            every = itertools.product(reversed(whole), repeat=len(stages))
+        shared = ((way,) * len(stages) for way in ways if isinstance(way, float))
+        for own in itertools.chain(every, shared):
+            if set(own) != {"least"} and all(
+                stage in moves for stage, way in zip(stages, own, strict=True) if way in ("offload", _BOTH)
+            ):
                 choice = dict(zip(stages, own, strict=True))
                 yield tuple(choice.get(stage, "least") for stage in range(self.schedule.num_stages))
 
@@ -237,7 +247,15 @@ class _Search:
 
     def _seconds(self, choice: _Choice) -> float:
         costs = self._costs.recomputed(self.again(choice))
+        if _BOTH in choice:
+            pairs = zip(choice, costs.offload, self._copies_of_inputs, strict=True)
+            costs = replace(costs, offload=tuple(inputs if way == _BOTH else kept for way, kept, inputs in pairs))
         return step_seconds(self.schedule, costs, _offload(choice))
+
+    @cached_property
+    def _copies_of_inputs(self) -> tuple[float, ...]:
+        engine = self.engine((_BOTH,) * self.schedule.num_stages)
+        return tuple(copy_times(engine.preparer.step(self.batch, self.key).cuts[0], engine.placement.places)[0])
 
     @cached_property
     def _costs(self) -> StepCosts:
@@ -255,7 +273,7 @@ class _Search:
                 alone = tuple(way if s == stage else "least" for s in range(len(choice)))
                 device = self.devices[stage]
                 sizes = f"peak {bytes_in_words(before[device])} -> {bytes_in_words(after[device])}"
-                named = f"remat={way}" if isinstance(way, float) else way
+                named = "offload and recompute" if isinstance(way, Offload) else f"remat={way}" if isinstance(way, float) else way
                 changed.append(f"stage {stage}: {named} ({sizes}, step {self._longer(alone) - 1:+.0%})")
         return (*changed, f"all of it: step {self._longer(choice) - 1:+.0%}") if len(changed) > 1 else tuple(changed)
 
@@ -267,7 +285,7 @@ class _Search:
         needs, room = self.peaks(self.asked), bytes_in_words(self.room)
         got = [f"{device_name(device)} needs {bytes_in_words(needs[device])} of {room}" for device in full]
         if self.chooses:
-            still = [f"still {bytes_in_words(least[device])} where its stages offload or recompute" for device in full]
+            still = [f"still {bytes_in_words(least[device])} where its stages offload, recompute, or both" for device in full]
             got = [f"{line}, and {rest}" for line, rest in zip(got, still, strict=True)]
         cheaper = [change for change in picture.changes if change.visiting is None]  # than copies of the state
         hosted = [change for change in picture.changes if change.visiting is not None]
@@ -296,4 +314,4 @@ def _left(tried: Mapping[str, int]) -> list[str]:
 
 
 def _offload(choice: _Choice) -> tuple[int | None, ...]:
-    return tuple(1 if way == "offload" else None for way in choice)
+    return offload_of(choice, len(choice))

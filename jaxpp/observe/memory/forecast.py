@@ -24,7 +24,6 @@ from jaxpp.observe.bound import StepBound, bound_of
 from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
 from jaxpp.observe.memory.liveness import (
     MEMORY_KINDS,
-    Life,
     Liveness,
     Visiting,
     lasting_lives,
@@ -186,9 +185,10 @@ class Forecast:
             kinds = {life.kind for life in self.liveness.hosted}
             what = ", ".join(kind for kind in MEMORY_KINDS if kind in kinds)
             lines.append(f"in host memory, at most: {what} of {beside}")
+        turn = "a pass through the stages" if self.liveness.passes else "a step"
         for device, visiting in self.liveness.visiting.items():
             if any(visiting):
-                lines.append(f"a step copies {_copied(visiting)} {device_name(device)}")
+                lines.append(f"{turn} copies {_copied(visiting)} {device_name(device)}")
         if self.liveness.unknown:
             where, few = ", ".join(map(device_name, self.liveness.unknown)), "this process has fewer devices than a rank there"
             lines.append(f"temporaries of {where} are not known here and not counted: {few}")
@@ -247,11 +247,12 @@ def forecast(
     room, engine = room_of(engine, room), engine.at(batch)
     liveness = liveness_of_all(engine, batch, key, purpose)
     end = len(liveness.lines) + 1
-    beside = [] if base is None else optimizer_lives(base, end)
+    whole = liveness if base is None else with_optimizer(base, liveness)
     if waiting:
-        held = {life.name: life for life in (*liveness.lives, *beside) if life.begins == 0}
-        beside += [held[name]._replace(ends=end) for name in waiting]
-    found = forecast_of(dataclasses.replace(liveness, lives=(*liveness.lives, *beside)), engine.placement, room)
+        held = {life.name: life for life in whole.lives if life.begins == 0}
+        whole = dataclasses.replace(whole, lives=(*whole.lives, *(held[name]._replace(ends=end) for name in waiting)))
+    beside = whole.lives[len(liveness.lives) :]
+    found = forecast_of(whole, engine.placement, room)
     if base is None and advise:
         source = cache(partial(frontier_of, engine, batch, key)) if purpose == "update" else None
         found = dataclasses.replace(found, bound=bound_of(engine, batch, key, purpose), source=source)
@@ -468,11 +469,13 @@ def _room_on(device: Device) -> int | None:
     return None if target is None else int(share * target.memory)
 
 
-def optimizer_lives(engine: Engine, end: int) -> list[Life]:
-    """The optimizer's state (and the loss scale), which stays where it is while forwards run, up to a moment."""
+def with_optimizer(engine: Engine, liveness: Liveness) -> Liveness:
+    """What is alive with the optimizer's state (and the loss scale), which stays where it is while forwards run."""
     names, shapes = engine.placed.names, engine.placed.shapes
     pairs = zip([*names.all_opt, *names.loss_scale], [*shapes.all_opt, *shapes.loss_scale], strict=True)
-    return lasting_lives(pairs, engine.placement, end)
+    lives = lasting_lives(pairs, engine.placement, len(liveness.lines) + 1)
+    here, there = ([life for life in lives if life.name.ref.waits == waits] for waits in (False, True))
+    return dataclasses.replace(liveness, lives=(*liveness.lives, *here), hosted=(*liveness.hosted, *there))
 
 
 def parse_bytes(size: float | str) -> int:

@@ -7,6 +7,7 @@ so these are also the moments of the device. For what a compiled program needs b
 """
 
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -92,6 +93,7 @@ class Liveness:
     unknown: tuple[Device, ...] = ()  # devices of other processes whose temporaries are not known, and count as 0
     hosted: tuple[Life, ...] = ()  # what waits in the host memory beside its device
     gathered: Mapping[int, Gathered] = field(default_factory=dict)  # for the numbers of lines that are such sends
+    passes: tuple[int, ...] = ()  # how many lines each has of several that run one after another
 
     @cached_property
     def levels(self) -> Mapping[Device, Int[np.ndarray, "moments kinds"]]:
@@ -142,13 +144,18 @@ class Liveness:
 
     @cached_property
     def visiting(self) -> dict[Device, Visiting]:
-        """The bytes of the state that a step copies from host memory to each device, and back."""
+        """The bytes of the state that a step, or one pass, copies from host memory to each device, and back, at most."""
         sizes = {life.name: life.num_bytes for life in (*self.lives, *self.hosted)}
-        sums = {device: {MemoryCopy.TO_DEVICE: 0, MemoryCopy.TO_HOST: 0} for device in self.devices}
-        for line in self.lines:
-            if line.copies is not None and line.action is None and line.place.shown in sums:  # those of an action are residuals
-                sums[line.place.shown][line.copies] += sum(sizes[name] for name in line.outputs)
-        return {device: Visiting(own[MemoryCopy.TO_DEVICE], own[MemoryCopy.TO_HOST]) for device, own in sums.items()}
+        supply, most = iter(self.lines), dict.fromkeys(self.devices, Visiting(0, 0))
+        for count in self.passes or (len(self.lines),):
+            sums = Counter[tuple[Device, MemoryCopy]]()
+            for line in itertools.islice(supply, count):
+                if line.copies is not None and line.action is None:  # those of an action are residuals
+                    sums[line.place.shown, line.copies] += sum(sizes[name] for name in line.outputs)
+            for device, before in most.items():
+                own = Visiting(sums[device, MemoryCopy.TO_DEVICE], sums[device, MemoryCopy.TO_HOST])
+                most[device] = max(before, own, key=sum)
+        return most
 
     def brought(self, num_stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The bytes that a turn of each stage copies from host memory: of its parameters; and in its last turn of the rest."""

@@ -70,6 +70,7 @@ class RingPass(NamedTuple):
     num_made: int  # tokens that it makes and somebody wants
     is_prompt: bool  # whether it is a chunk of a prompt, run for one sequence alone
     awaits: int  # the number of the pass whose token it takes; -1 if it takes none
+    beside: int = 0  # how many passes before it run side by side with it, as each stage's parameters come for all of them at once
 
 
 @dataclass(frozen=True)

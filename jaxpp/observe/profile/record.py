@@ -504,15 +504,17 @@ def _watched(
 
 
 def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int, int] | None = None) -> Plan:
-    """Plans one after another as one to look at, not to run; plan k takes the first result of plan ``awaits[k]`` last."""
+    """Plans one after another as one to look at, not to run; ``firsts`` are the numbers of their first microbatches.
+
+    Of plans that are passes of sequences side by side, and take tokens last: pass k takes the first result of pass ``awaits[k]``.
+    """
     lines: list[Instruction] = []
     made, size = dict[int, int](), 0
-    for number, (plan, first) in enumerate(zip(plans, firsts, strict=True)):
-        maker = (awaits or {}).get(number)
-        slots: dict[int, int] = {}
-        if maker is not None:
-            slots[plan.inputs[-1]] = made[maker]
-        token = slots.get(plan.inputs[-1]) if plan.inputs else None
+    for plan, first, following in zip(plans, firsts, [*firsts[1:], None], strict=False):
+        count = 1 if awaits is None or following is None else following - first
+        makers = {} if awaits is None else {k: awaits[first + k] for k in range(count) if first + k in awaits}
+        slots = {plan.inputs[k - count]: made[maker] for k, maker in makers.items()}
+        tokens = {made[maker]: maker for maker in makers.values()}
         for line in plan.instructions:
             for slot in line.inputs:
                 size += slot not in slots
@@ -522,15 +524,14 @@ def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int
                 size += 1
                 slots[slot] = size
             label, about = _later(line, first)
-            known = about.action
-            if line.about.sends and known is None and token is not None and token in reads and maker is not None:
-                stage = max(made_by.about.stage for made_by in plans[maker].instructions)
-                known = Action(stage, Kind.F, firsts[maker])
+            known, token = about.action, next((slot for slot in reads if slot in tokens), None)
+            if line.about.sends and known is None and token is not None:
+                known = Action(max(other.about.stage for other in plan.instructions), Kind.F, tokens[token])
                 label = f"token of {known}"
             outputs = tuple(slots[slot] for slot in line.outputs)
             lines.append(Instruction(label, line.call, reads, outputs, (), about._replace(action=known)))
-        if plan.outputs:
-            made[number] = slots.get(plan.outputs[0], 0)
+        for k in range(count if plan.outputs else 0):
+            made[first + k] = slots.get(plan.outputs[k * len(plan.outputs) // count], 0)
     return Plan(tuple(lines), size + 1, (), (), (), len(lines))
 
 
@@ -609,7 +610,8 @@ def join_liveness(parts: Sequence[Liveness]) -> Liveness:
         first += len(part.lines)
     lines = tuple(line for part in parts for line in part.lines)
     extra = tuple(each for part in parts for each in part.temporaries)
-    return Liveness(parts[0].devices, lines, (*stay.values(), *lives), extra, gathered=gathered)
+    passes = tuple(len(part.lines) for part in parts)
+    return Liveness(parts[0].devices, lines, (*stay.values(), *lives), extra, gathered=gathered, passes=passes)
 
 
 def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key | None = None) -> Profile:
