@@ -145,7 +145,7 @@ def _figure(result: Result) -> Any:
     """The training losses, a panel for each optimizer."""
     names = result.config.optimizers
     figure = new_figure((3.0 * len(names) + 0.6, 3.0), "constrained")
-    panels = np.atleast_1d(figure.subplots(1, len(names), sharey=True))
+    panels = np.atleast_1d(figure.subplots(1, len(names)))
     for axes, name in zip(panels, names, strict=True):
         for k, (how, rows) in enumerate(_by_how(result, name).items()):
             losses = np.mean([row.losses for row in rows], axis=0)
