@@ -206,7 +206,7 @@ plt.show()
 # The parameters have moved on by an update that resembles the one before it. So let us keep them ahead: add to each update how
 # much it differs from the last one. The sum of all updates is then what it was, plus the last update once more. So the
 # parameters stand where the next update is expected to lead, and a gradient taken there is about the one that is wanted a step
-# later. In the literature this goes by the names of error feedback, weight prediction and optimism. optax has it for gradients;
+# later. Corrections of this kind are known as error feedback, weight prediction and optimism. optax has one for gradients;
 # here it is chained behind the optimizer, so that it sees updates.
 
 # %%
