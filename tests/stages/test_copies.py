@@ -46,7 +46,7 @@ def test_each_stage_advances_its_own_position(num_stages):
     plain = carry()
     for length in (3, 1, 2):
         x = RNG.normal(size=(1, length, WIDTH)).astype("f")
-        held, got = passes(held, x)
+        ((held, got),) = passes([held], [x])
         plain, wanted = jax.jit(remember)(PARAMS, plain, x)
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
         leaves = jax.tree.leaves(plain)
