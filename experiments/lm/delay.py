@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class Config:
     def __post_init__(self):
         check_numbers(self, zero=("seeds",))
         check_figure(self)
-        if not self.feedback > 0:
+        if not 0 < self.feedback < math.inf:
             raise ConfigError(f"--feedback {self.feedback}: a correction adds something. Fix: pass a number above 0, such as 1.")
 
 
