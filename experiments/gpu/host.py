@@ -1,9 +1,11 @@
 """What the host does in a step: microseconds an instruction, programs and sends apart; and the gaps that this leaves on the device.
 
-The case ``instructions`` runs an MLP so small that a step is nearly all dispatching. The case ``gaps`` traces some steps of the
+The case ``instructions`` runs an MLP so small that a step is nearly all dispatching. The case ``calls`` waits after each
+instruction, of that MLP and of the GPT, and says what the host takes to hand each over. The case ``gaps`` traces some steps of the
 GPT, handed over in a row, and looks for idle time between the programs in the middle of the trace, where the steady state is.
 """
 
+import contextlib
 import gzip
 import shutil
 import statistics
@@ -35,14 +37,18 @@ def rows(job: Job) -> Iterator[Row]:
     if job.case == "gaps":
         yield from _gaps(job)
         return
+    if job.case == "calls":
+        yield from _calls(job)
+        return
     for schedule in ("1f1b", "zb-h1"):
         yield from _instructions(job, schedule)
 
 
 class _Stopwatch:
-    """Observes how long the host takes with each instruction."""
+    """Observes how long the host takes with each instruction; if it waits, each finds devices that have nothing to do."""
 
-    def __init__(self):
+    def __init__(self, *, waits: bool = False):
+        self._waits = waits
         self.found: defaultdict[str, list[float]] = defaultdict(list)
         self._went_on = time.perf_counter()
 
@@ -52,11 +58,12 @@ class _Stopwatch:
 
     def __call__(self, instruction: Instruction, slots: Sequence[Any]) -> None:
         """Called by the executor after each instruction."""
-        del slots
         about = instruction.about
         kind = getattr(about.action, "kind", None)
         name = "sends" if about.sends else str(kind) if kind else "other programs"
         self.found[name].append(time.perf_counter() - self._went_on)
+        if self._waits:
+            jax.block_until_ready([each for each in slots if isinstance(each, jax.Array) and not each.is_deleted()])
         self._went_on = time.perf_counter()
 
 
@@ -85,6 +92,30 @@ def _instructions(job: Job, schedule: str) -> Iterator[Row]:
         yield job.row(f"{schedule}: {name}", f"{1e6 * each:.1f} us", note=note, seconds=each)
     if "sends" not in watch.found:
         yield job.row(f"{schedule}: sends", "none", note="all stages are on one device")
+
+
+def _calls(job: Job) -> Iterator[Row]:
+    """What a call of each program takes of the host while its device has nothing to do, so that it waits for nothing."""
+    for model, sizes, compute in (("mlp", job.sizes.tiny, "float32"), ("gpt", job.sizes.models, "bfloat16")):
+        it = ready(model, sizes, compute)
+        pipe = it.pipe("1f1b")
+        state = it.init(pipe)
+        watch, leaves = _Stopwatch(waits=True), pipe.engine.copy(pipe.engine.leaves(state.held))
+        for k in range(5):
+            watch.found.update({name: [] for name in watch.found} if k == 2 else {})
+            watch.begin()
+            outcome = pipe.engine.run("update", leaves, it.batch, it.key, observer=watch)
+            leaves = jax.block_until_ready(outcome).state
+        del leaves
+        total = sum(map(sum, watch.found.values())) / 3
+        for name, taken in sorted(watch.found.items()):
+            note = f"{len(taken) // 3} a step; with nothing in flight"
+            yield job.row(f"{model}: {name}", f"{1e6 * statistics.median(taken):.1f} us", note=note, seconds=taken)
+        runner = Runner(lambda state, pipe=pipe, it=it: pipe.step(state, it.batch, it.key), state)
+        step = min(runner.time(3, warm_up=2, wait=False)[0] for _ in range(2))
+        note = f"of all calls of a step; steps in a row: {step:.0f} us each"
+        yield job.row(f"{model}: host time of a step", f"{1e6 * total:.0f} us", note=note, seconds=total, step=step)
+        del runner, state, pipe
 
 
 def _gaps(job: Job) -> Iterator[Row]:
@@ -128,6 +159,9 @@ def _read(job: Job, it: Ready, pipe: jaxpp.Pipeline, folder: Path) -> Row:
     except Exception as error:  # noqa: BLE001  (whatever this backend's trace lacks)
         note = "; ".join([first_line(error), *str(error).splitlines()[1:3]])
         return job.row("jaxpp.observe.from_trace", "does not read it", "reads it", note)
+    with contextlib.suppress(ImportError):  # figures need matplotlib
+        profile.figure().savefig(job.out / "step.png", dpi=110)
+    (job.out / "profile.txt").write_text(f"{profile}\n")
     note = f"a step takes {1e3 * profile.seconds:.2f} ms; {profile.beside} programs ran beside others of their rank"
     return job.row("jaxpp.observe.from_trace", "reads it", "reads it", note)
 

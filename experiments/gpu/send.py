@@ -1,6 +1,8 @@
 """The direct copy of a send against ``jax.device_put``: whether it is used here, and the host's microseconds for each.
 
-A step on one device has no sends. The CPU devices of the machine are measured besides, as their sends are copies too.
+A step on one device has no sends. The CPU devices of the machine are measured besides, as their sends are copies too. Copies
+between a device and pinned host memory are measured as well: whether the call comes back before the copy is done, or before the
+value that it copies is there, decides whether a state or residuals in host memory hold up the rest of a step.
 """
 
 import contextlib
@@ -12,9 +14,10 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from experiments.gpu.rows import Job, Row, first_line
-from jaxpp.runtime.send import Send
+from jaxpp.runtime.send import HOST_MEMORY, Send
 
 __all__ = ["is_direct", "rows"]
 
@@ -37,6 +40,46 @@ def rows(job: Job) -> Iterator[Row]:
             continue
         for size in _KIB:
             yield _pair(job, backend, devices, size)
+    yield from _host_copies(job)
+
+
+def _host_copies(job: Job) -> Iterator[Row]:
+    """The call and the whole of a copy, to host memory and back, while the device is idle and while it works."""
+    device = jax.devices()[0]
+    if HOST_MEMORY not in [memory.kind for memory in device.addressable_memories()]:
+        yield job.row("host memory", "not there", note=f"{device} has none that is pinned")
+        return
+    there, here = (SingleDeviceSharding(device, memory_kind=kind) for kind in (HOST_MEMORY, None))
+    size = job.sizes.product
+    matrix = jax.random.normal(jax.random.key(0), (size, size), "bfloat16")
+
+    @jax.jit
+    def work(x: jax.Array, m: jax.Array) -> jax.Array:
+        for _ in range(16):
+            m = m @ m / size
+        return x + m[0, 0].astype(x.dtype)
+
+    for kib in (2, 98304):
+        x = jax.block_until_ready(work(jnp.zeros(kib * 256, "float32"), matrix))
+        on_host = jax.block_until_ready(jax.device_put(x, there))
+        for busy in (False, True):
+            for name, value, goal in (("to", x, there), ("from", on_host, here)):
+                calls, ends = [], []
+                for _ in range(5):
+                    begun, source = time.perf_counter(), value
+                    if busy:
+                        made = work(x, matrix)
+                        source = made if name == "to" else value
+                    start = time.perf_counter()
+                    copied = jax.device_put(source, goal)
+                    calls.append(time.perf_counter() - start)
+                    jax.block_until_ready(copied)
+                    ends.append(time.perf_counter() - (start if not busy else begun))
+                    jax.block_until_ready(work(x, matrix))
+                call, end = float(np.median(calls)), float(np.median(ends))
+                state = ("of a value still being made" if name == "to" else "while the device works") if busy else "idle"
+                note = f"{1e3 * end:.3f} ms until it is there, {kib * 1024 / end / 1e9:.1f} GB/s"
+                yield job.row(f"{name} host memory, {kib} KiB, {state}", f"{1e6 * call:.1f} us", note=note, call=calls, end=ends)
 
 
 def _pair(job: Job, backend: str, devices: list[Any], size: int) -> Row:

@@ -38,6 +38,10 @@ _CALL, _RESULT, _SEND = 7e-6, 1.2e-6, 6e-6
 """Seconds of the host: for a call of a compiled program, for each result but the first, and for a copy to another device, the
 loop's share included. Measured on CPU devices with JAX 0.10.2, where nothing waits for a driver."""
 
+_DRIVEN, _LAUNCH = 25e-6, 8.5e-6
+"""Seconds of the host where a driver launches the kernels of a program: for a call, and for each kernel. Measured on an H200 in a
+virtual machine, with JAX 0.11.2 and CUDA 13 (experiments/gpu). Other hosts may be quicker, so the bound does not count them."""
+
 _HIDDEN = 0.01
 """What part of a step copies may add that are said to hide."""
 
@@ -51,7 +55,9 @@ class HostWork(NamedTuple):
     """What the process that hands over the instructions of a step has to do."""
 
     num_instructions: int
-    seconds: float  # to hand over all of them
+    num_kernels: int  # of all programs that they call
+    seconds: float  # to hand over all of them, at least
+    likely: float  # to hand them over where a driver takes for each kernel what it took on a measured GPU
 
 
 class VisitBound(NamedTuple):
@@ -156,8 +162,8 @@ class StepBound:
 
     @property
     def host_limits(self) -> bool:
-        """Whether handing over all instructions takes longer than the devices take for them."""
-        return self.host.seconds > self.seconds - self.parts.dispatch
+        """Whether handing over all instructions is likely to take longer than the devices take for them at least."""
+        return max(self.host.seconds, self.host.likely) > self.seconds - self.parts.dispatch
 
     @property
     def peak_fraction(self) -> float:
@@ -212,9 +218,11 @@ class StepBound:
             most = max(self.products, key=self.products.__getitem__)
             kinds = most if len(self.products) == 1 else f"each type, most of them {most}"
             lines.append(f"its matrix products reach at most {self.peak_fraction:.0%} of the devices' peak for {kinds}")
-        taken = f"{_digits(1e3 * self.host.seconds)} ms of {self.host.num_instructions} instructions, by calls timed on a CPU"
+        host = self.host
+        work = f"{host.num_instructions} instructions and {host.num_kernels:,} kernels"
+        taken = f"{_digits(1e3 * host.seconds)} ms at least, and in about {_digits(1e3 * host.likely)} ms as measured with an H200"
         limit = "is likely to limit the step" if self.host_limits else "does not limit the step"
-        lines.append(f"the host hands over a {noun} in about {taken}, so it {limit}")
+        lines.append(f"the host hands over {work} of a {noun} in {taken}, so it {limit}")
         if self.visits is not None:
             link, added = (_digits(scale * each) for each in (self.visits.link, self.seconds - self._resident))
             hides = self.seconds - self._resident <= _HIDDEN * self._resident
@@ -244,7 +252,7 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
     liveness = step_liveness(engine, lowered)
     sizes = {life.name: life.num_bytes for life in (*liveness.lives, *liveness.hosted)}
     known: dict[int, tuple[Kernel, ...]] = {}
-    alone, handing, products, again = list[float](), list[float](), Counter[str](), 0.0
+    alone, handing, products, again, num_kernels = list[float](), list[float](), Counter[str](), 0.0, 0
     repeated = [code.repeated for code in engine.preparer.step(batch, key).cuts[0].stages] if purpose == "update" else []
     for line, instruction in zip(lines, plan.instructions, strict=True):
         target = numbers[line.place]
@@ -256,6 +264,7 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
             known[id(instruction.call)] = read_kernels(cast("Compiled", instruction.call).as_text() or "")
         kernels = known[id(instruction.call)]
         alone.append(program_roofline(kernels, target).seconds)
+        num_kernels += round(sum(kernel.runs for kernel in kernels))
         own = Counter[str]()
         for kernel in kernels:
             own.update({kind: len(line.place.devices) * kernel.runs * flops for kind, flops in kernel.products.items()})
@@ -266,7 +275,7 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
     visiting = engine.options.waiting and purpose == "update"
     still = [0.0 if visiting and _visits(line) else seconds for line, seconds in zip(lines, alone, strict=True)]
     costs = _with_copies(costs_of_plan(plan, schedule.num_stages, still, handing, _begins(still, handing), min), lines, still)
-    host = HostWork(len(lines), sum(handing))
+    host = HostWork(len(lines), num_kernels, sum(handing), _DRIVEN * len(lines) + _LAUNCH * num_kernels)
     devices = {device for place in placement.by_rank for device in place.devices}
     numbers_of = {place: number for number, place in enumerate(dict.fromkeys(placement.by_rank))}
     device_of = tuple(numbers_of[place] for place in placement.by_rank)

@@ -101,7 +101,7 @@ def test_no_part_needs_tyro():
 
 
 def test_parts_that_are_not_there_are_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"--parts sped: there is no such part\. Fix: pass some of environment, send, exactness"):
+    with pytest.raises(ConfigError, match=r"--parts sped: there is no such part\. Fix: pass some of environment, send, uses"):
         Config(("sped",))
     monkeypatch.setattr("sys.argv", ["gpu", "--parts", "speed,sped", "--small"])
     with pytest.raises(SystemExit, match="gpu: --parts sped"):

@@ -1,5 +1,7 @@
 """What JAX's profiler records of a pipeline: the names of its programs, and a run for each instruction of the plan."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.profile.record import Watch
 from jaxpp.observe.profile.spans import Stamp, durations_of, isolated_spans, traced_spans
-from jaxpp.observe.profile.trace import DamagedTraceError, Run, Runs, TraceError, matched, read_runs
+from jaxpp.observe.profile.trace import STEP, DamagedTraceError, Run, Runs, TraceError, matched, read_runs, runs_in
 from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.schedule import Action, Kind, make
 from tests.models import mlp_case
@@ -216,6 +218,58 @@ def test_a_run_too_few_or_too_many_is_no_match():
             matched(PLAN, runs._replace(of_program={**runs.of_program, key: change(runs.of_program[key])}), 2)
     with pytest.raises(TraceError, match="2 steps in the trace, 3 were run"):
         matched(PLAN, runs_of(TIMES, TIMES), 3)
+
+
+def test_a_step_that_is_called_while_another_runs_begins_with_its_first_run():
+    called = runs_of(TIMES, TIMES, TIMES)
+    late = called._replace(steps=[10.0, 10.5, 12.0])  # the second is called while the first runs until 10.7
+    for found in matched(PLAN, late, 3):  # the second from its first run at 11.0, and not from its call
+        assert [run and pytest.approx(tuple(run)) for run in found] == list(TIMES)
+
+
+def test_the_kernels_of_a_gpu_are_runs_of_their_programs_by_the_calls_that_launched_them():
+    """As JAX 0.11.2 writes it on an H200: no line has whole programs, and a CUDA graph is one launch of many kernels."""
+
+    def kernel(start, end, program, launch):
+        return event("gemm", start, end, hlo_module=f"jit_{program}", program_id=str(len(program)), correlation_id=str(launch))
+
+    def launched(start, end, number, *launches):
+        calls = [event("cuGraphLaunch", at, at + 1, correlation_id=str(launch), device_id="0") for at, launch in launches]
+        return [event("Execute", start, end, run_id=str(number)), *calls]
+
+    host = [
+        event(STEP, 0, 500),
+        *launched(10, 20, 7, (12, 1), (15, 2)),
+        *launched(21, 30, 8, (22, 3)),
+        *launched(31, 40, -9, (33, 4)),
+        *launched(41, 50, 11),  # it has no kernel
+    ]
+    compute = [kernel(100, 110, "f", 1), kernel(110, 130, "f", 2), kernel(130, 150, "f", 3), kernel(151, 170, "g", 4)]
+    copies = [event("MemcpyD2H", 90, 95, correlation_id="5")]
+
+    def read(threads):
+        lines = [line("Stream #14(Compute)", *compute[::-1]), line("Stream #18(MemcpyD2H)", *copies)]
+        planes = [plane("/device:GPU:1", *lines), plane("/host:CPU", *threads)]
+        return runs_in(types.SimpleNamespace(planes=planes))
+
+    found = read([line("python3", *host), line("other", event("cuLaunchKernel", 14, 15, correlation_id="9"))])
+    assert found.steps == [0.0]
+    f, g = (1, "f", "1"), (1, "g", "1")
+    assert found.of_program == {f: [Run(1e-7, 1.3e-7), Run(1.3e-7, 1.5e-7)], g: [Run(1.51e-7, 1.7e-7)]}
+    alone = read([line("python3", host[0])])
+    assert alone.of_program == {f: [Run(1e-7, 1.5e-7)], g: [Run(1.51e-7, 1.7e-7)]}, "two behind each other look like one"
+
+
+def event(name, start, end, **stats):
+    return types.SimpleNamespace(name=name, start_ns=start, end_ns=end, stats=list(stats.items()))
+
+
+def line(name, *events):
+    return types.SimpleNamespace(name=name, events=events)
+
+
+def plane(name, *lines):
+    return types.SimpleNamespace(name=name, lines=lines)
 
 
 def test_a_program_without_operations_is_found_by_its_device_and_its_count():

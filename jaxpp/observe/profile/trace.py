@@ -1,16 +1,19 @@
 """What JAX's own profiler recorded: when each compiled program ran on its device.
 
 ``jax.profiler.ProfileData`` reads planes, lines and events. On CPU each operation is an event of the thread that ran it, with the
-number of its run, its program and its device; on GPU and TPU a device's plane has a line "XLA Modules" with one event for each run.
-A plan hands the programs of a device over in a fixed order, and a compiled program numbers its runs. So the k-th run of a program
-on a device belongs to the k-th instruction that runs the program there, step after step (``matched``).
+number of its run, its program and its device. On TPU a device's plane has a line "XLA Modules" with one event for each run. On GPU
+a device's plane has a line for each stream, with one event for each kernel, which names its program and the call of the driver
+that launched it; that call lies, on a thread of the host, within the event of a run. A plan hands the programs of a device over in
+a fixed order, and a compiled program numbers its runs. So the k-th run of a program on a device belongs to the k-th instruction
+that runs the program there, step after step (``matched``).
 """
 
 import itertools
 import re
 import warnings
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,17 +68,19 @@ def read_runs(folder: Path) -> Runs:
     with warnings.catch_warnings():  # JAX 0.11's reader warns of itself, and ends the process if that warning is an error
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            return _runs_of(ProfileData.from_file(str(files[-1])))
+            return runs_in(ProfileData.from_file(str(files[-1])))
         except Exception as error:  # whatever JAX's reader says of such a file, or its parts make of ours
             why = " ".join(str(error).split())[:200]
             raise DamagedTraceError(f"{files[-1]} cannot be read: {type(error).__name__}: {why}") from error
 
 
-def _runs_of(data: Any) -> Runs:
+def runs_in(data: Any) -> Runs:
     """The runs of a ``ProfileData``, whose planes and events live as long as it does."""
-    events: defaultdict[ProgramKey, dict[int, Run]] = defaultdict(dict)
+    events: defaultdict[ProgramKey, dict[float, Run]] = defaultdict(dict)
     unnamed: dict[_RunKey, Run] = {}
     named: dict[_RunKey, tuple[str, Hashable]] = {}
+    kernels: dict[int, list[_Kernel]] = {}
+    began: dict[str, int] = {}
     steps: list[float] = []
     for plane in data.planes:
         device = _DEVICE_PLANE.match(plane.name)
@@ -84,12 +89,71 @@ def _runs_of(data: Any) -> Runs:
                 for event in line.events:
                     key = int(device[1]), event.name.split("(")[0].removeprefix("jit_"), event.name
                     events[key][event.start_ns] = Run(event.start_ns / 1e9, event.end_ns / 1e9)
-            elif not device:
+            elif device:
+                kernels.setdefault(int(device[1]), []).extend(_kernels(line.events))
+            else:
                 steps += [event.start_ns / 1e9 for event in line.events if event.name == STEP]
                 _operations(line.events, unnamed, named)
+                began |= _launches(line.events)
     for (ordinal, number), run in unnamed.items():
         events[ordinal, *named.get((ordinal, number), ("", None))][number] = run
+    for ordinal in kernels.keys() - {ordinal for ordinal, _, _ in events}:
+        for kernel, number in zip(kernels[ordinal], _numbers(kernels[ordinal], began), strict=True):
+            runs = events[ordinal, kernel.program, kernel.number]
+            runs[number] = _joined(runs.get(number), kernel.run)
     return Runs({key: [runs[number] for number in sorted(runs)] for key, runs in _apart(events)}, sorted(steps))
+
+
+class _Kernel(NamedTuple):
+    """A kernel of a GPU, the program that it is of, the number of that, and of the call of the driver that launched it."""
+
+    run: Run
+    program: str
+    number: Hashable
+    launch: str
+
+
+def _kernels(events: Iterable[Any]) -> Iterator[_Kernel]:
+    """What ran on a stream, except copies that are of no program."""
+    for event in events:
+        found = dict(event.stats)
+        if "hlo_module" in found:
+            run = Run(event.start_ns / 1e9, event.end_ns / 1e9)
+            program = str(found["hlo_module"]).removeprefix("jit_")
+            yield _Kernel(run, program, found.get("program_id"), str(found.get("correlation_id")))
+
+
+def _launches(events: Iterable[Any]) -> dict[str, int]:
+    """When the run began to be handed over that each call of the driver on this thread is of, by the number of the call."""
+    runs, launches = list[tuple[int, int]](), list[tuple[int, str]]()
+    for event in events:
+        found = dict(event.stats)
+        if "run_id" in found and "device_ordinal" not in found:
+            runs.append((event.start_ns, event.end_ns))
+        elif "correlation_id" in found:
+            launches.append((event.start_ns, str(found["correlation_id"])))
+    runs.sort()
+    starts, began = [start for start, _ in runs], dict[str, int]()
+    for at, number in launches:
+        last = bisect_right(starts, at) - 1
+        if last >= 0 and at <= runs[last][1]:
+            began[number] = starts[last]
+    return began
+
+
+def _numbers(kernels: Sequence[_Kernel], began: Mapping[str, int]) -> list[float]:
+    """What tells the run of each kernel from others of its program, in order.
+
+    It is when the run was handed over; or, if the trace does not say that, when the first kernel began of those that are of one
+    program and follow each other. Two runs of a program behind each other are one then, and will not match a plan.
+    """
+    numbers, before, first = [0.0] * len(kernels), None, 0.0
+    for k in sorted(range(len(kernels)), key=lambda k: kernels[k].run.start):
+        kernel = kernels[k]
+        if (kernel.program, kernel.number) != before:
+            before, first = (kernel.program, kernel.number), 1e9 * kernel.run.start
+        numbers[k] = began.get(kernel.launch, first)
+    return numbers
 
 
 def _operations(events: Iterable[Any], runs: dict[_RunKey, Run], names: dict[_RunKey, tuple[str, Hashable]]) -> None:
@@ -103,7 +167,7 @@ def _operations(events: Iterable[Any], runs: dict[_RunKey, Run], names: dict[_Ru
             names[key] = found["hlo_module"].removeprefix("jit_"), found.get("program_id")
 
 
-def _apart(events: dict[ProgramKey, dict[int, Run]]) -> Iterator[tuple[ProgramKey, dict[int, Run]]]:
+def _apart(events: dict[ProgramKey, dict[float, Run]]) -> Iterator[tuple[ProgramKey, dict[float, Run]]]:
     """The runs by program; runs without an operation, and so without a name, by their numbers, which are consecutive."""
     for (device, name, program), runs in events.items():
         if name:
@@ -115,7 +179,10 @@ def _apart(events: dict[ProgramKey, dict[int, Run]]) -> Iterator[tuple[ProgramKe
 
 
 def matched(plan: Plan, runs: Runs, num_steps: int) -> list[list[Run | None]]:
-    """The run of each instruction in each step of a trace, from the step's beginning, None for a send; or a TraceError."""
+    """The run of each instruction in each step of a trace, from the step's beginning, None for a send; or a TraceError.
+
+    A step begins when it is called, or, if the devices then still work for the step before it, with the first of its own runs.
+    """
     if len(runs.steps) != num_steps:
         raise TraceError(f"{len(runs.steps)} steps in the trace, {num_steps} were run")
     first = runs.steps[0]  # what a step before it had left to do may still run in the trace
@@ -135,9 +202,15 @@ def matched(plan: Plan, runs: Runs, num_steps: int) -> list[list[Run | None]]:
         for lines, group in zip(mine, there, strict=True):
             for number, run in enumerate(group):
                 step, line = divmod(number, len(lines))
-                begun, known = runs.steps[step], found[step][lines[line]]
-                found[step][lines[line]] = _joined(known, Run(run.start - begun, run.end - begun))
-    return found
+                found[step][lines[line]] = _joined(found[step][lines[line]], run)
+    return [_from_its_beginning(step, found[:k], runs.steps[k]) for k, step in enumerate(found)]
+
+
+def _from_its_beginning(step: list[Run | None], before: Sequence[list[Run | None]], called: float) -> list[Run | None]:
+    earlier = max((run.end for each in before[-1:] for run in each if run), default=called)
+    first = min((run.start for run in step if run), default=called)
+    begun = first if earlier > called else called
+    return [run and Run(run.start - begun, run.end - begun) for run in step]
 
 
 def _by_program(plan: Plan) -> dict[tuple[int, str], list[list[int]]]:
