@@ -154,7 +154,8 @@ class Pipeline(Forward):
         host: what waits in pinned host memory while no stage works with it: ``"optimizer"``, its state, which visits the device for
             the update; or ``"params"``, parameters, gradients and the optimizer's state, of which a device then holds those of the
             stage that works, and the next one's parameters. A rank needs many stages for that, as
-            ``jaxpp.schedule.make("looped-bfs", stages_per_rank=8, ...)`` gives it. Results are the same bit by bit.
+            ``jaxpp.schedule.make("looped-bfs", stages_per_rank=8, ...)`` gives it. Results are the same bit by bit; on a GPU with
+            ``"params"`` up to rounding, as the gradients of the first microbatch are of a program of their own there.
         delay: with 1, no stage waits for the optimizer: the gradients of a step are of the parameters before the last step, which
             ``state.previous`` holds too, and the next step's forwards run between the last backwards of a step. It computes
             what this loop does, on one device: ``grads = jax.grad(loss_fn)(before, batch); updates, opt_state =
@@ -586,7 +587,8 @@ class Pipeline(Forward):
         and optimizer state with what plain optax makes of the pipeline's gradients. The whole model must fit on the first device.
         The tolerance depends on the floating type with the fewest digits that the loss computes with: 1e-12 in float64, 1e-5 in
         float32, 6% in bfloat16. A gradient that moves further when the parameters' last digits change (a bias before a batch
-        normalisation) may differ by as much.
+        normalisation) may differ by as much. Where a ``relu`` or another comparison meets numbers that are equal but for rounding,
+        two correct programs may differ by one example's part; float64 tells that from an error.
 
         Where the loss is known to be a mean over the examples (or a sum, with ``reduction="sum"``, or a mean over a count, with
         ``weight="auto"``) and takes no key, ``jax.value_and_grad`` of the whole batch is compared too.

@@ -31,7 +31,7 @@ from jaxpp.runtime.processes.trees import gather
 from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.floating import filled, floating, has_gradient, masked, with_others
 from jaxpp.stages.graph import trace
-from jaxpp.stages.jaxpr import Atom, aval_of, kind_of
+from jaxpp.stages.jaxpr import Atom, aval_of, has_kink, kind_of
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import Microbatches, num_examples, scale_dtype, shared_leaves, sizes, slice_batch
 from jaxpp.stages.loss.rng_key import positional_key
@@ -43,6 +43,14 @@ from jaxpp.types import Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, T
 _UPDATED = "the update equals plain optax's of these gradients, leaf by leaf"
 GRAD_FLOOR = 0.01  # a gradient smaller than this part of the largest one is compared as if it had that size
 COARSE_FLOOR = 0.1  # the same for losses with fewer digits than float32's: their noise is larger beside what is allowed
+_REPORT = "look at the stage that owns this leaf (print(pipe.stages)); if nothing was changed there, please report it"
+_FIXES = {
+    False: _REPORT,
+    True: "verify in float64 (jax_enable_x64, parameters and batch too), since a relu or another comparison of numbers that "
+    f"are nearly equal may fall to its other side where a program rounds otherwise; if it differs there too, {_REPORT}",
+}
+"""What to do about a leaf that differs, by whether the loss compares floating numbers."""
+
 _NOISE = 8  # how many times what a change of the parameters' last digits does to a gradient is still rounding
 
 
@@ -197,6 +205,7 @@ def compare(
     coarsest: DType = None,
     noise: Tree = None,
     summed: float = 0.0,
+    kinks: bool = False,
 ) -> None:
     """Raise a VerifyError that names the first leaf of the pipeline's tree ``got`` that differs from the oracle's tree ``want``.
 
@@ -204,7 +213,8 @@ def compare(
     attention key's bias) has no size of its own to be relative to. ``coarsest`` is the floating type with the fewest digits that
     the leaves were computed with: a float32 gradient of a bfloat16 model has bfloat16's digits. ``noise`` is how far rounding moves
     each leaf; several times as much is allowed. ``summed`` is the size of the terms whose sum a leaf is, which it is relative to if
-    they cancel.
+    they cancel. ``kinks`` says that what was computed compares floating numbers, as a ``relu`` does: then the message says how to
+    tell an error from a number so near to zero that its sign hangs on rounding.
     """
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
     wide = [(path, _wide(a), _wide(b), getattr(b, "dtype", None)) for (path, a), b in pairs]
@@ -221,7 +231,7 @@ def compare(
             place = f"{what}{jax.tree_util.keystr(path)}"
             rule = f"the pipelined step must equal the single-device step, and {place} does not"
             values = f"pipelined {a[at].item()!r}, single device {b[at].item()!r}, at index {tuple(map(int, at))}"
-            fix = "look at the stage that owns this leaf (print(pipe.stages)); if nothing was changed there, please report it"
+            fix = _FIXES[kinks]
             raise VerifyError("verify", rule, [values, f"difference {error.max():.3g}, allowed {bound:.3g}"], fix)
 
 
@@ -340,13 +350,15 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
     def plain(params: Params) -> Grads:
         return oracle(loss_fn, params, batch, key, num_microbatches, **options)[2]
 
+    kinks = any(has_kink(eqn) for eqn in traced.graph.eqns if not traced.of_params.isdisjoint(eqn.outvars))
+
     def compare_grads(grads: Grads, plain: Callable[[Params], Grads]) -> None:
         try:
             compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest)
         except VerifyError:  # is it rounding? A bias before a batch normalisation has a gradient of nothing else
             shaken = plain(jax.tree.map(_shaken, given))
             noise = jax.tree.map(lambda a, b: _size(_wide(a) - _wide(b)), whole(shaken), whole(grads))
-            compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest, noise=noise)
+            compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest, noise=noise, kinks=kinks)
 
     compare_grads(grads, plain)
     compare("model_state", model_state, *(new or [()]), coarsest=coarsest)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding, use_abstract_mesh
@@ -48,6 +49,7 @@ ELEMENTWISE = frozenset(
     "sqrt square stop_gradient sub tanh xor".split()
 )  # Kinds that compute each element of the result from the elements at its own place alone
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
+_COMPARISONS = frozenset({"max", "min", "clamp", "lt", "le", "gt", "ge"})
 _ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 
 _OF_KERNELS = frozenset({"GridMapping", "BlockMapping"})  # Parameters of ``pallas_call`` with shapes and functions inside
@@ -376,6 +378,12 @@ def scatter_add_of(eqn: JaxprEqn) -> ScatterAdd | None:
 def multiplies(eqn: JaxprEqn) -> bool:
     """Whether an equation is a matrix product or a convolution, or has one inside."""
     return kind_of(eqn) in _PRODUCTS or any(multiplies(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def has_kink(eqn: JaxprEqn) -> bool:
+    """Whether an equation compares floating numbers, or has one inside that does: its result jumps where two are nearly equal."""
+    compares = kind_of(eqn) in _COMPARISONS and jnp.issubdtype(aval_of(eqn.invars[-1]).dtype, jnp.floating)
+    return compares or any(has_kink(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
 
 
 def terms(eqn: JaxprEqn) -> int | None:

@@ -104,6 +104,23 @@ def test_verify_names_the_first_leaf_that_differs_and_both_values_when_a_stage_w
     assert "single device " in str(error.value)
 
 
+@pytest.mark.parametrize(("activation", "hint"), [(jax.nn.relu, True), (jnp.tanh, False)], ids=["relu", "tanh"])
+def test_what_to_do_about_a_difference_tells_of_rounding_where_numbers_are_compared(activation, hint, monkeypatch):
+    params = {name: jnp.eye(4) for name in "ab"}
+    pipe = jaxpp.Pipeline(
+        lambda p, batch: jnp.mean((activation(batch @ p["a"]) @ p["b"]) ** 2), optax.sgd(0.1), num_stages=2, cuts=["b"]
+    )
+    state, run = pipe.init(params, jnp.ones((4, 4))), pipe.engine.run
+    monkeypatch.setattr(pipe.engine, "run", lambda *args, **options: twice(run(*args, **options)))
+    with pytest.raises(VerifyError, match=r"if .*, please report it\.$") as caught:
+        pipe.verify(state, jnp.ones((4, 4)))
+    assert ("a relu or another comparison" in " ".join(str(caught.value).split())) == hint
+
+
+def twice(outcome):
+    return outcome._replace(grads=[2 * grad for grad in outcome.grads])
+
+
 def advantages(params, batch, key=None):
     """A loss whose terms cancel: 1, -1, 1, ... times ratios that are all 1."""
     scores = jnp.tanh(batch["x"] @ params["a"]) @ params["b"]
