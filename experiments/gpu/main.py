@@ -1,4 +1,4 @@
-"""What does jaxpp do on a GPU? Every claim that needs an accelerator, measured in one command of under nine minutes. See README.md.
+"""What does jaxpp do on a GPU? Every claim that needs an accelerator, measured in one command. See README.md.
 
 This process measures nothing and leaves the device alone: each case is measured by a process of its own (``parts``). What has been
 found is printed as it comes, and the table and the JSON are written again after every case.
@@ -43,7 +43,7 @@ class Config:
     Attributes:
         parts: names; all unless given. The environment is always measured.
         small: small models; None asks the environment, and takes small ones on a CPU.
-        minutes: for everything; None is 8.5, or 25 for small models, which two cores may take that long to compile; 60 for plans.
+        minutes: for everything; None is 15, or 25 for small models, which two cores may take that long to compile; 60 for plans.
         out: folder for the table, the JSON and the traces; a temporary one unless given.
         plan: names of GPUs as ``jaxpp.target`` takes them. Then nothing is measured: models are compiled for these GPUs.
         devices: how many of them, for a plan.
@@ -67,7 +67,7 @@ class Config:
         if not self.plan and (self.models, self.devices) != (PLANNED, 4):
             raise ConfigError("--models and --devices: only a plan has them. Fix: pass for example --plan h100.")
         if self.minutes is not None and not self.minutes > 0:
-            raise ConfigError(f"--minutes {self.minutes}: there is no time. Fix: pass for example 8.5.")
+            raise ConfigError(f"--minutes {self.minutes}: there is no time. Fix: pass for example 15.")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class _Run:
     @property
     def minutes(self) -> float:
         """For everything."""
-        return self.config.minutes or (60.0 if self.config.plan else 25.0 if self.small else 8.5)
+        return self.config.minutes or (60.0 if self.config.plan else 25.0 if self.small else 15.0)
 
     def measure(self, name: str, cases: Sequence[str]) -> None:
         """Measure cases of a part, side by side where no times are measured and there are cores, then write what was found."""
@@ -252,7 +252,7 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for table.md, results.json and the traces; a temporary one by default")
     parser.add_argument("--small", action="store_true", default=None, help="small models, as by default on a CPU")
     parser.add_argument("--large", dest="small", action="store_false", help="large models, as by default elsewhere")
-    parser.add_argument("--minutes", type=float, help="for everything (default: 8.5, or 25 for small models)")
+    parser.add_argument("--minutes", type=float, help="for everything (default: 15, or 25 for small models)")
     parser.add_argument(
         "--plan",
         nargs="+",

@@ -42,6 +42,9 @@ _DRIVEN, _LAUNCH = 25e-6, 8.5e-6
 """Seconds of the host where a driver launches the kernels of a program: for a call, and for each kernel. Measured on an H200 in a
 virtual machine, with JAX 0.11.2 and CUDA 13 (experiments/gpu). Other hosts may be quicker, so the bound does not count them."""
 
+_REAL = 1.9
+"""How many times its bound a step took on that GPU."""
+
 _HIDDEN = 0.01
 """What part of a step copies may add that are said to hide."""
 
@@ -162,8 +165,15 @@ class StepBound:
 
     @property
     def host_limits(self) -> bool:
-        """Whether handing over all instructions is likely to take longer than the devices take for them at least."""
+        """Whether handing over all instructions may take longer than the devices take for them."""
         return max(self.host.seconds, self.host.likely) > self.seconds - self.parts.dispatch
+
+    @property
+    def _limit(self) -> str:
+        """What the host does to the step, whose devices are likely to take longer than their bound."""
+        if not self.host_limits:
+            return "does not limit"
+        return "is likely to limit" if self.host.likely > _REAL * (self.seconds - self.parts.dispatch) else "may limit"
 
     @property
     def peak_fraction(self) -> float:
@@ -221,8 +231,7 @@ class StepBound:
         host = self.host
         work = f"{host.num_instructions} instructions and {host.num_kernels:,} kernels"
         taken = f"{_digits(1e3 * host.seconds)} ms at least, and in about {_digits(1e3 * host.likely)} ms as measured with an H200"
-        limit = "is likely to limit the step" if self.host_limits else "does not limit the step"
-        lines.append(f"the host hands over {work} of a {noun} in {taken}, so it {limit}")
+        lines.append(f"the host hands over {work} of a {noun} in {taken}, so it {self._limit} the {noun}")
         if self.visits is not None:
             link, added = (_digits(scale * each) for each in (self.visits.link, self.seconds - self._resident))
             hides = self.seconds - self._resident <= _HIDDEN * self._resident
