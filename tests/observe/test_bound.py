@@ -87,3 +87,19 @@ def test_a_step_of_many_in_flow_has_no_bubble_and_waits_for_its_busiest_device(m
     assert sum(late.parts) == pytest.approx(late.seconds)
     busiest = max(4 * sum(late.costs.of(jaxpp.schedule.Action(stage, kind, 0)) for kind in "FB") for stage in (0, 1))
     assert busiest <= late.seconds <= 1.2 * busiest
+
+
+def test_what_the_host_does_to_a_step_goes_by_its_kernels_and_by_what_devices_really_take(monkeypatch):
+    monkeypatch.setattr(bounds, "target_of", lambda device: H100)
+    batch = jax.ShapeDtypeStruct((32, 8), "float32")
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=4, devices=jax.devices()[:2])
+    pipe.abstract_state(SHAPES, batch)
+    bound = bounds.bound_of(pipe.engine, batch, None)
+    kernels = sum(row.runs * sum(kernel.runs for kernel in row.kernels) for row in pipe.programs(SHAPES, batch).rows)
+    assert bound.host.num_kernels == kernels
+    assert bound.host.likely == pytest.approx(25e-6 * bound.host.num_instructions + 8.5e-6 * kernels)
+    assert f"{kernels:,} kernels of a step" in " ".join(str(bound).split())
+    devices = bound.seconds - bound.parts.dispatch
+    for times, says in ((0.9, "does not limit"), (1.5, "may limit"), (2, "is likely to limit")):
+        host = bound.host._replace(seconds=0.0, likely=times * devices)
+        assert f"so it {says} the step" in " ".join(str(dataclasses.replace(bound, host=host)).split())
