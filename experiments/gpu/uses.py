@@ -95,14 +95,15 @@ def _steps(batch: Any, **options: Any) -> tuple[Any, str]:
     return jax.device_get((losses, state.params, state.opt_state)), f"the state is in {', '.join(kinds)}"
 
 
-def _same_bits(job: Job, **options: Any) -> str:
-    """The steps with an option against those without it."""
+def _same_bits(job: Job, *, exact: bool = True, **options: Any) -> str:
+    """The steps with an option against those without it; not ``exact``: up to rounding, where a program is another."""
     del job
     options = {"schedule": jaxpp.schedule.make("looped-bfs", STAGES, COUNT, stages_per_rank=2), "num_stages": 2 * STAGES} | options
     plain = {name: value for name, value in options.items() if name not in ("host", "remat")}
     (found, where), (wanted, _) = _steps(_batch(), **options), _steps(_batch(), **plain)
-    _check_bits(found, wanted)
-    return f"equal bits after {STEPS} steps; {where}"
+    if exact:
+        _check_bits(found, wanted)
+    return f"{'equal bits' if exact else _close(found, wanted)} after {STEPS} steps; {where}"
 
 
 def _check_bits(found: Any, wanted: Any) -> None:
@@ -358,7 +359,7 @@ USES: Mapping[str, Mapping[str, Callable[[Job], str]]] = {
     },
     "memory": {
         'host="optimizer"': lambda job: _same_bits(job, host="optimizer"),
-        'host="params"': lambda job: _same_bits(job, host="params"),
+        'host="params"': lambda job: _same_bits(job, exact=False, host="params"),
         'remat="offload"': lambda job: _same_bits(job, remat="offload"),
         "Offload(recompute=True)": lambda job: _trained(job, remat=jaxpp.Offload(recompute=True)),
         "0.9 of the memory": lambda job: _fits(job, 0.9),

@@ -372,7 +372,8 @@ class Forward:
         compiled, as ``init`` would, and not run; no parameter is made.
 
         Args:
-            params_or_shapes: the parameters, or their shapes: ``jax.eval_shape(init, key)``; with ``has_state`` the pair.
+            params_or_shapes: the parameters, or their shapes: ``jax.eval_shape(init, key)``; with ``has_state`` the pair. Or a
+                state, whose shapes count.
             batch: as for ``step`` or ``apply``, or its shapes.
             key: as for ``step`` or ``apply``, or its shape; may be left out even if the function takes a key.
             fn: a function for ``apply``, whose batch and key the others are then; the optimizer's state counts beside its forwards.
@@ -513,7 +514,11 @@ class Forward:
 
     def _planned(self, where: str, params_or_shapes: Tree, batch: Batch, key: Key | None, fn: ForwardFn | None) -> _Planned:
         """What would run for such shapes: a step or the forwards of a batch; with ``fn``, those of this function."""
-        options, variables = self._options, variables_of(self._options, params_or_shapes)
+        options = self._options
+        if isinstance(params_or_shapes, State):
+            held = params_or_shapes
+            params_or_shapes = (held.params, held.model_state) if options.has_state else held.params
+        variables = variables_of(options, params_or_shapes)
         if fn is not None:
             setup, chosen = self._opened(where), self._function(where, fn)
             setup.states.check_params(*variables)

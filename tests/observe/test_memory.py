@@ -278,3 +278,22 @@ def test_shapes_of_keys_and_wider_batches_make_no_other_plan():
     state = pipe.init(case.params, np.asarray(case.batch, np.int64))
     pipe.step(state, case.batch, case.key)
     assert len(pipe.engine.programs) - programs <= 4, "making the optimizer's state"
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_a_forecast_takes_a_state_by_its_shapes(has_state):
+    def with_state(params, count, batch):
+        return loss_fn(params, batch), (count + 1, {})
+
+    def loss_fn(params, batch):
+        return jnp.mean(jnp.tanh(batch @ params["a"]) @ params["b"])
+
+    params, batch = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}, jnp.ones((4, 4))
+    options = {"has_state": True, "has_aux": True} if has_state else {}
+    pipe = jaxpp.Pipeline(with_state if has_state else loss_fn, optax.adam(0.1), num_stages=2, **options)
+    given = (params, jnp.zeros(())) if has_state else params
+    state = pipe.init(given, batch)
+    wanted = str(pipe.forecast(given, batch))
+    pipe.step(state, batch)  # the state is consumed, and its shapes are still known
+    assert str(pipe.forecast(state, batch)) == wanted
+    assert str(pipe.programs(state, batch)) == str(pipe.programs(given, batch))
