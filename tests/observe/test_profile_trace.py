@@ -1,5 +1,6 @@
 """What JAX's profiler records of a pipeline: the names of its programs, and a run for each instruction of the plan."""
 
+import dataclasses
 import types
 
 import jax
@@ -69,6 +70,8 @@ def test_a_trace_taken_elsewhere_makes_a_profile(tmp_path):
     assert all(0 <= span.start <= span.end for span in (*profile.spans, *profile.isolated))
     assert 0 < profile.bubble_fraction < 1
     assert "traced: " in profile.heading
+    shared = dataclasses.replace(profile, devices=profile.devices[:1] * 2)
+    assert "traced, 2 ranks on 1 device: " in shared.heading
     assert profile.figure() is not None
     with pytest.raises(ArgumentError, match="whole steps of a pipeline like this one") as error:
         jaxpp.observe.from_trace(tmp_path, pipeline("zb-h1")[0], batch)

@@ -267,8 +267,10 @@ class Profile(Drawn):
 
     @property
     def titles(self) -> Mapping[Clock, str]:
-        """What the two timelines are called."""
-        how = "watched, starts inferred" if self.missing else "traced"
+        """What the two timelines are called; ranks on one device take turns, and each is idle while another runs."""
+        how, count = "watched, starts inferred" if self.missing else "traced", len(set(self.devices))
+        if count < len(self.devices):
+            how += f", {len(self.devices)} ranks on {count} device{'s' * (count > 1)}"
         return {"trace": how, "isolated": "each program alone, on devices of its own"}
 
     def drawing(self) -> Drawing:
