@@ -1,5 +1,7 @@
 """What equations take on a device, by hand: arithmetic at the peak, or bytes at the bandwidth; fused ones read and write once."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,9 +16,9 @@ H100 = next(each for each in TARGETS if each.name == "h100")
 RATES = Rates(H100.peaks, H100.bandwidth, H100.links.peer, H100.links.network, H100.links.host)
 
 
-def seconds(function, *shapes, dtype=jnp.float32):
+def seconds(function, *shapes, dtype=jnp.float32, rates=RATES):
     jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)).jaxpr
-    return sum(seconds_of(jaxpr.eqns, jaxpr.outvars, RATES))
+    return sum(seconds_of(jaxpr.eqns, jaxpr.outvars, rates))
 
 
 def test_a_large_product_takes_its_flops_at_the_peak_of_its_type():
@@ -50,6 +52,20 @@ def test_what_a_product_reads_is_written_and_views_are_free():
     assert seconds(both, shape, shape) == pytest.approx(2 * num_bytes / H100.bandwidth + product, rel=0.15)
 
 
+def test_each_kernel_takes_some_time_of_its_own():
+    shape, rates = (64, 64), RATES._replace(kernel=1.0)
+
+    def kernels(function, *shapes):
+        return seconds(function, *shapes, rates=rates) - seconds(function, *shapes)
+
+    assert kernels(jnp.matmul, shape, shape) == pytest.approx(1)
+    assert kernels(lambda x, y: jnp.tanh(x * y + 1) * x, shape, shape) == pytest.approx(1), (
+        "a fusion is one kernel, where it writes"
+    )
+    assert kernels(lambda x, w: (jnp.tanh(x @ w) @ w).T, shape, shape) == pytest.approx(3), "and views are none"
+    assert kernels(lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, length=7)[0], shape) == pytest.approx(7)
+
+
 def test_a_loop_takes_all_its_iterations_and_rows_are_read_not_tables():
     shape = (256, 256)
     once = seconds(lambda x: jnp.tanh(x @ x), shape)
@@ -62,6 +78,8 @@ def test_a_loop_takes_all_its_iterations_and_rows_are_read_not_tables():
 
 def test_every_device_has_rates():
     assert rates_of(jax.devices()[0]) is CPU_RATES
+    gpu = rates_of(types.SimpleNamespace(platform="gpu", device_kind="a GPU that jaxpp does not know"))
+    assert (gpu.bandwidth, CPU_RATES.kernel) == (H100.bandwidth, 0.0) and gpu.kernel > 0.0
 
 
 def layers(learns):
