@@ -1,5 +1,6 @@
 """Arrays at the edges of a step (what moves inside it is a ``Send``): put, moved home, split, joined, and kept in host memory."""
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxpp.errors import StateError
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.processes.here import LocalRows, as_sharding, devices_in, elsewhere, is_addressable, is_whole_here, put_across
-from jaxpp.runtime.send import HOST_MEMORY
+from jaxpp.runtime.send import HOST_MEMORY, Move, array_type, memory_copies
 from jaxpp.stages.program import Ref
 from jaxpp.stages.stacked import Slices
 from jaxpp.types import Array, Home, Leaf, Tree
@@ -159,6 +160,8 @@ def at_replica(leaf: Array, home: Home, *, led: bool) -> Array:
 def to_host(leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> tuple[Array, ...]:
     """Begin to copy arrays to pinned host memory; device arrays may be donated at once, NumPy arrays must not change until then."""
     homes = [leaf.sharding for leaf in leaves] if homes is None else homes
+    if all(_is_at(leaf, home) for leaf, home in zip(leaves, homes, strict=True)):
+        return tuple(_copies(tuple(homes), to_host=True)(*leaves))
     return tuple(jax.device_put(list(leaves), [home.with_memory_kind(HOST_MEMORY) for home in homes], may_alias=False))
 
 
@@ -171,3 +174,13 @@ def to_device(leaves: Sequence[Leaf], homes: Sequence[Home]) -> tuple[Array, ...
         return leaf.addressable_shards[0].data if several and isinstance(home, SingleDeviceSharding) else leaf
 
     return tuple(jax.device_put(list(map(source, leaves, homes)), list(homes), may_alias=False))
+
+
+@functools.lru_cache(maxsize=256)
+def _copies(homes: tuple[Sharding, ...], *, to_host: bool) -> Move:
+    return memory_copies(homes, to_host=to_host)
+
+
+def _is_at(leaf: Leaf, home: Sharding) -> bool:
+    """Whether a leaf is an array at this home, on one device."""
+    return type(leaf) is array_type() and isinstance(home, SingleDeviceSharding) and leaf.committed and leaf.sharding == home

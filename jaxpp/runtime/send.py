@@ -72,7 +72,7 @@ class Send:
         if self.regrouped:
             return self._regroup()
         home, source = self.target, self.source
-        put, copy, sources, plain = jax.device_put, *direct_copy(home), _array_type()
+        put, copy, sources, plain = jax.device_put, *direct_copy(home), array_type()
         if source is not None and as_sharding(source) in sources:
             return copy
 
@@ -131,7 +131,7 @@ class Send:
 
 
 @functools.cache
-def _array_type() -> type:
+def array_type() -> type:
     """The class of arrays on devices; keys are of another."""
     return type(jnp.zeros(()))
 
