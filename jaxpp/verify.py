@@ -211,10 +211,10 @@ def compare(
 
     Equal means ``max|a - b| <= tolerance * max(max|leaf|, floor * largest leaf)``: a gradient that is pure rounding noise (of an
     attention key's bias) has no size of its own to be relative to. ``coarsest`` is the floating type with the fewest digits that
-    the leaves were computed with: a float32 gradient of a bfloat16 model has bfloat16's digits. ``noise`` is how far rounding moves
-    each leaf; several times as much is allowed. ``summed`` is the size of the terms whose sum a leaf is, which it is relative to if
-    they cancel. ``kinks`` says that what was computed compares floating numbers, as a ``relu`` does: then the message says how to
-    tell an error from a number so near to zero that its sign hangs on rounding.
+    the leaves were computed with: a float32 gradient of a bfloat16 model has bfloat16's digits. ``noise`` is how far rounding may
+    move each leaf (``noise_of``). ``summed`` is the size of the terms whose sum a leaf is, which it is relative to if they cancel.
+    ``kinks`` says that what was computed compares floating numbers, as a ``relu`` does: then the message says how to tell an error
+    from a number so near to zero that its sign hangs on rounding.
     """
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
     wide = [(path, _wide(a), _wide(b), getattr(b, "dtype", None)) for (path, a), b in pairs]
@@ -222,7 +222,7 @@ def compare(
     moved = [0.0] * len(wide) if noise is None else jax.tree.leaves(noise)
     for (path, a, b, dtype), moves in zip(wide, moved, strict=True):
         allowed = max(tolerance(kind) for kind in (dtype, coarsest) if kind is not None) if _inexact(dtype) else 0.0
-        bound = max(allowed * max(_size(b), floor * largest, summed), _NOISE * moves)
+        bound = max(allowed * max(_size(b), floor * largest, summed), moves)
         with np.errstate(invalid="ignore"):
             error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
         error = np.where(np.isnan(error), np.inf, error)
@@ -356,8 +356,7 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
         try:
             compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest)
         except VerifyError:  # is it rounding? A bias before a batch normalisation has a gradient of nothing else
-            shaken = plain(jax.tree.map(_shaken, given))
-            noise = jax.tree.map(lambda a, b: _size(_wide(a) - _wide(b)), whole(shaken), whole(grads))
+            noise = noise_of(lambda params: whole(plain(params)), given, whole(grads))
             compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest, noise=noise, kinks=kinks)
 
     compare_grads(grads, plain)
@@ -524,6 +523,14 @@ def _newest_of(state: State) -> Params:
     if not jax.tree.leaves(state.previous):
         return state.previous
     return jax.tree.map(lambda old, new: None if old is None else new, state.previous, state.params, is_leaf=lambda n: n is None)
+
+
+def noise_of(run: Callable[[Params], Tree], params: Params, made: Tree) -> Tree:
+    """How far rounding may move each leaf of ``made``, which is what ``run`` makes of the parameters.
+
+    Measured: several times what a change of the parameters' last digits does. A gradient that is no larger is nothing but rounding.
+    """
+    return jax.tree.map(lambda a, b: _NOISE * _size(_wide(a) - _wide(b)), run(jax.tree.map(_shaken, params)), made)
 
 
 def _shaken(leaf: Array) -> Array:

@@ -18,9 +18,11 @@ from jaxpp.engine.state import tail_of
 from jaxpp.errors import ArgumentError, StateError
 from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.observe.memory.liveness import liveness_in_flow, step_liveness
+from jaxpp.observe.profile.record import flowing_plan
 from jaxpp.plan.builder import Builder, Name
 from jaxpp.plan.flow import in_flow
 from jaxpp.runtime import execute
+from jaxpp.runtime.execute import first_slots
 from jaxpp.schedule import SCHEDULES, Action, Kind, make
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
@@ -531,6 +533,29 @@ def test_a_profile_shows_steps_that_overlap():
         other.profile(state, X, num_batches=2)
     with jax.debug_nans(True), pytest.raises(ArgumentError, match="each of these steps ends before the next begins"):
         pipe.profile(pipe.state, X, num_batches=2)
+
+
+def test_the_plan_of_steps_that_overlap_makes_what_the_steps_make():
+    pipe = pipeline(delay=1)
+    state, _ = pipe.step(pipe.init(PARAMS, X), X)  # after a step, the parameters before it are others
+    pipe.flush(state)
+    plan, lowered = pipe.engine.plan("update", X, None)
+    first = first_slots(plan, [*pipe.engine.copy(pipe.engine.leaves(state.held)).flat(), X])
+    flow = zip(lowered.flow.lines(3), flowing_plan(plan, lowered, 3).instructions, strict=True)
+    lines = [(step, plan.instructions[number], line) for (step, number), line in flow]
+    values, last = {}, {}
+    for _, slot, same in sorted(
+        (step, *pair) for step, known, line in lines for pair in zip(known.inputs, line.inputs, strict=True)
+    ):
+        values.setdefault(same, first[slot])  # of what no line makes: the first state, the batches, constants
+    for step, known, line in lines:
+        values.update(zip(line.outputs, line.call(*(values[slot] for slot in line.inputs)), strict=True))
+        if step == 2:
+            last.update(zip((*known.inputs, *known.outputs), (*line.inputs, *line.outputs), strict=True))
+    found = lowered.outcome([values[last[slot]] for slot in plan.outputs])
+    for _ in range(3):
+        state, metrics = pipe.step(state, X)
+    equal((found.state, found.loss, found.grad_norm), (pipe.engine.leaves(state.held), metrics.loss, metrics.grad_norm))
 
 
 def test_what_cannot_be_late_is_refused():

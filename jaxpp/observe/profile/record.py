@@ -555,13 +555,13 @@ def flowing_plan(plan: Plan, lowered: LoweredStep, num_steps: int) -> Plan:
     flow, count = cast("Flow", lowered.flow), len(lowered.step.sizes)
     made = lowered.outcome(cast("Sequence[Array]", plan.outputs)).state.flat()  # where a step has what is the next one's state
     late = [lowered.bound.resolve(name) in flow.late for name in lowered.results.state.flat()]
-    slots = [dict[int, int]() for _ in range(num_steps)]
+    slots = [{slot: k for k, slot in enumerate(plan.inputs, 1)}, *(dict[int, int]() for _ in range(num_steps - 1))]
     left = [len(plan.instructions)] * num_steps
-    lines, size = list[Instruction](), 0
+    lines, size = list[Instruction](), len(plan.inputs)
 
     def hand_on(step: int, *, late_ones: bool) -> None:
         for slot, source, is_late in zip(plan.inputs, cast("list[int]", made), late):  # noqa: B905  (the batch comes behind)
-            if is_late == late_ones and source in slots[step - 1]:
+            if is_late == late_ones:
                 slots[step][slot] = slots[step - 1][source]
 
     for step, number in flow.lines(num_steps):
