@@ -51,7 +51,7 @@ PARTS: Mapping[str, Part] = {
     "exactness": Part(("mlp", "resnet", "gpt"), 120, timed=False),
     "speed": Part(("gpt", "mlp", "resnet"), 150),
     "host": Part(("instructions", "calls", "gaps"), 90),
-    "memory": Part(("1f1b, least", "1f1b, keep", "zb-h1, least", "zb-h1, keep", "1f1b, recompute"), 180, timed=False),
+    "memory": Part(("1f1b, least", "1f1b, keep", "zb-h1, least", "zb-h1, keep", "1f1b, recompute"), 240, timed=False),
     "visits": Part(("gpt",), 100),
     "bank": Part(("adapters",), 60),
     "remat": Part(("gpt",), 100),
