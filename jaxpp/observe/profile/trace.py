@@ -80,7 +80,7 @@ def runs_in(data: Any) -> Runs:
     unnamed: dict[_RunKey, Run] = {}
     named: dict[_RunKey, tuple[str, Hashable]] = {}
     kernels: dict[int, list[_Kernel]] = {}
-    began: dict[str, int] = {}
+    threads: list[Any] = []
     steps: list[float] = []
     for plane in data.planes:
         device = _DEVICE_PLANE.match(plane.name)
@@ -94,9 +94,10 @@ def runs_in(data: Any) -> Runs:
             else:
                 steps += [event.start_ns / 1e9 for event in line.events if event.name == STEP]
                 _operations(line.events, unnamed, named)
-                began |= _launches(line.events)
+                threads.append(line)
     for (ordinal, number), run in unnamed.items():
         events[ordinal, *named.get((ordinal, number), ("", None))][number] = run
+    began = {number: at for line in threads for number, at in _launches(line.events).items()} if any(kernels.values()) else {}
     for ordinal in kernels.keys() - {ordinal for ordinal, _, _ in events}:
         for kernel, number in zip(kernels[ordinal], _numbers(kernels[ordinal], began), strict=True):
             runs = events[ordinal, kernel.program, kernel.number]
