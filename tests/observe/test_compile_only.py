@@ -169,9 +169,10 @@ def test_devices_of_another_source_are_planned_without_bounds():
 
 
 def test_cuts_by_time_offloading_by_hbm_and_remat_use_bounds():
-    pipe = pipeline(balance="time")
-    pipe.abstract_state(SHAPES, BATCH)
-    assert [stage.num_params for stage in pipe.stages] == [2 * SIZE * SIZE] * 2
+    size = 2048  # where products take far longer than a kernel does besides
+    pipe, rows = pipeline(balance="time"), jax.ShapeDtypeStruct((16384, size), "float32")
+    pipe.abstract_state([jax.ShapeDtypeStruct((size, size), "float32")] * 4, dict.fromkeys(BATCH, rows))
+    assert [stage.num_params for stage in pipe.stages] == [2 * size * size] * 2
     deep, wide = SHAPES * 4, {name: jax.ShapeDtypeStruct((65536, SIZE), "float32") for name in BATCH}
     free = pipeline(num_devices=4, num_microbatches=8).forecast(deep, wide)
     room = max(free.peaks.values()) * 9 // 10

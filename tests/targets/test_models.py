@@ -189,7 +189,9 @@ def test_every_leaf_of_the_state_is_updated_in_place(compiled, name):
         assert instruction.call.memory_analysis().alias_size_in_bytes >= kept - 4, line.label  # all but the step's number
         assert len(taken) >= len(new) - 1, line.label
         large += len(new)
-    assert large == len(jax.tree.leaves(model.shapes)) * 3 + 1  # adamw: parameters, two moments, one count
+    params = sum(name.ref.role == Role.PARAM for name in state)
+    assert params >= len(jax.tree.leaves(model.shapes))  # a leaf of a loop that is cut is one for each stage of the loop
+    assert large == params * 3 + 1  # adamw: parameters, two moments, one count
 
 
 @pytest.mark.parametrize("name", MODELS)
