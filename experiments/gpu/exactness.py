@@ -62,8 +62,11 @@ def _rows(job: Job, compute: str) -> Iterator[Row]:
         except Exception as error:  # noqa: BLE001  (one schedule that fails does not stop the others)
             yield job.row(f"{name}, {compute}", "failed", note=first_line(error))
     made = make("1f1b", num_ranks=sizes.stages, num_microbatches=sizes.microbatches)
-    apart = open_engine(Options.of(problem.loss_fn, schedule=made, fuse=False, **options), None, (params,), batch, key)
-    found["1f1b, fuse=False"] = _run(apart, params, batch, key)
+    try:
+        apart = open_engine(Options.of(problem.loss_fn, schedule=made, fuse=False, **options), None, (params,), batch, key)
+        found["1f1b, fuse=False"] = _run(apart, params, batch, key)
+    except Exception as error:  # noqa: BLE001
+        yield job.row(f"1f1b, fuse=False, {compute}", "failed", note=first_line(error))
     for same in SAME_BITS:
         yield from _bits(job, compute, {name: found[name] for name in same if name in found})
     if "1f1b" in found:

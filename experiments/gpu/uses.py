@@ -38,12 +38,13 @@ class Layers(nn.Module):
     rate: float = 0.0
     norm: bool = False
     dtype: Any = jnp.float32
+    activation: Callable[[jax.Array], jax.Array] = nn.gelu
 
     @nn.compact
     def __call__(self, x: jax.Array, *, train: bool = True) -> jax.Array:
         """Features to features."""
         for _ in range(8):
-            x = nn.gelu(nn.Dense(WIDTH, dtype=self.dtype)(x))
+            x = self.activation(nn.Dense(WIDTH, dtype=self.dtype)(x))
             x = nn.Dropout(self.rate, deterministic=not train)(x) if self.rate else x
             x = nn.BatchNorm(use_running_average=not train)(x) if self.norm else x
         return nn.Dense(10, dtype=self.dtype)(x)
@@ -119,6 +120,22 @@ def _close(found: Any, wanted: Any) -> str:
     for (path, a), b in pairs:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
     return f"{len(jax.tree.leaves(wanted))} leaves are close"
+
+
+def _relu(job: Job) -> str:
+    """A model whose signs may hang on rounding, in float64, where that tells no error: its backward is another program."""
+    del job
+    model = Layers(dtype=jnp.float64, activation=nn.relu)
+    jax.config.update("jax_enable_x64", True)
+    try:
+        batch = _batch(4096)
+        batch["x"] = batch["x"].astype("float64")
+        params = jax.tree.map(lambda leaf: np.asarray(leaf, "float64"), _init(model)(KEY))
+        pipe = _pipe(model, remat="recompute")
+        state, _ = pipe.step(pipe.init(params, batch, KEY), batch, KEY)
+        return str(pipe.verify(state, batch, KEY))
+    finally:
+        jax.config.update("jax_enable_x64", False)
 
 
 def _delay(job: Job) -> str:
@@ -344,6 +361,7 @@ USES: Mapping[str, Mapping[str, Callable[[Job], str]]] = {
         "clip and MultiSteps": lambda job: _trained(
             job, optimizer=optax.MultiSteps(optax.chain(optax.clip_by_global_norm(0.1), OPTIMIZER), 2).gradient_transformation()
         ),
+        "relu, float64, recompute": _relu,
         "muon": lambda job: _trained(job, optimizer=optax.contrib.muon(1e-3)),
         "trains": lambda job: _trained(job, optimizer=optax.sgd(1e-2, momentum=0.9), trains="Dense_[4-8]/*"),
     },

@@ -47,7 +47,7 @@ def rows(job: Job) -> Iterator[Row]:
         except Exception as error:  # noqa: BLE001  (one way that fails does not stop the others)
             yield job.row(name, "failed", note=first_line(error))
         gc.collect()
-    for name in times.keys() & WAYS.keys() - {last} if last in times else ():
+    for name in [name for name in times if name != last] if last in times else ():
         low, ratio, high = spread([a / b for a, b in zip(times[name], times[last], strict=True)])
         yield job.row(f"{name} / {last}", f"{ratio:.3f}", note=f"{low:.3f} to {high:.3f}", ratio=ratio, seconds=times[name])
 

@@ -161,7 +161,7 @@ def to_host(leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> 
     """Begin to copy arrays to pinned host memory; device arrays may be donated at once, NumPy arrays must not change until then."""
     homes = [leaf.sharding for leaf in leaves] if homes is None else homes
     if all(_is_at(leaf, home) for leaf, home in zip(leaves, homes, strict=True)):
-        return tuple(_copies(tuple(homes), to_host=True)(*leaves))
+        return tuple(_copies_to_host(tuple(homes))(*leaves))
     return tuple(jax.device_put(list(leaves), [home.with_memory_kind(HOST_MEMORY) for home in homes], may_alias=False))
 
 
@@ -177,8 +177,9 @@ def to_device(leaves: Sequence[Leaf], homes: Sequence[Home]) -> tuple[Array, ...
 
 
 @functools.lru_cache(maxsize=256)
-def _copies(homes: tuple[Sharding, ...], *, to_host: bool) -> Move:
-    return memory_copies(homes, to_host=to_host)
+def _copies_to_host(homes: tuple[Sharding, ...]) -> Move:
+    """The way back is ``jax.device_put``: of that copy JAX's own operations would still think that it is in host memory."""
+    return memory_copies(homes, to_host=True)
 
 
 def _is_at(leaf: Leaf, home: Sharding) -> bool:

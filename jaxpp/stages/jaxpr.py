@@ -49,7 +49,7 @@ ELEMENTWISE = frozenset(
     "sqrt square stop_gradient sub tanh xor".split()
 )  # Kinds that compute each element of the result from the elements at its own place alone
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
-_COMPARISONS = frozenset({"max", "min", "clamp", "lt", "le", "gt", "ge"})
+_COMPARISONS = frozenset({"max", "min", "clamp", "lt", "le", "gt", "ge", "reduce_window_max", "reduce_window_min"})
 _ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 
 _OF_KERNELS = frozenset({"GridMapping", "BlockMapping"})  # Parameters of ``pallas_call`` with shapes and functions inside
