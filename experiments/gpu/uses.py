@@ -57,8 +57,9 @@ def _batch(size: int = 32) -> dict[str, Any]:
 
 def _loss(model: nn.Module) -> Callable[..., jax.Array]:
     def loss_fn(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-        logits = model.apply({"params": params}, batch["x"], rngs={"dropout": key})
-        return optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits, jnp.float32), batch["y"]).mean()
+        logits: Any = model.apply({"params": params}, batch["x"], rngs={"dropout": key})
+        logits = jnp.asarray(logits, jnp.promote_types(jnp.float32, logits.dtype))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
     return loss_fn
 
@@ -130,9 +131,9 @@ def _relu(job: Job) -> str:
     try:
         batch = _batch(4096)
         batch["x"] = batch["x"].astype("float64")
-        params = jax.tree.map(lambda leaf: np.asarray(leaf, "float64"), _init(model)(KEY))
         pipe = _pipe(model, remat="recompute")
-        state, _ = pipe.step(pipe.init(params, batch, KEY), batch, KEY)
+        made = pipe.init(lambda key: jax.tree.map(lambda leaf: leaf.astype("float64"), _init(model)(key)), KEY, batch)
+        state, _ = pipe.step(made, batch, KEY)
         return str(pipe.verify(state, batch, KEY))
     finally:
         jax.config.update("jax_enable_x64", False)
