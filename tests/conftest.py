@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import gc
 import importlib.metadata
+import json
 import os
 import pathlib
 import signal
@@ -72,8 +73,8 @@ def pytest_cmdline_main(config):
         config.option.dist = "loadfile"  # the tests of a file share fixtures and compiled programs
 
 
-HEAVY = pathlib.Path(__file__).parent / "heavy.txt"
-"""Tests that are long, or slow, because of the seconds they take, though nothing else sets them apart: see ``--durations=0``."""
+TIERS = pathlib.Path(__file__).parent / "tiers.txt"
+"""The tier of each test that takes more seconds than its marks say: `.ci/tiers` writes the list, from what it has measured."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -87,10 +88,53 @@ def pytest_collection_modifyitems(items):
         ordered = sorted(same, key=lambda item: zlib.crc32(item.nodeid.encode()))
         for item in ordered[max(1, len(same) // 6) :]:
             item.add_marker(pytest.mark.slow)
-    tiers = {nodeid: tier for tier, nodeid in (line.split(" ", 1) for line in HEAVY.read_text().splitlines())}
+    tiers = {nodeid: tier for tier, nodeid in (line.split(" ", 1) for line in TIERS.read_text().splitlines())}
     for item in items:
+        item.user_properties.append(("mark", next((name for name in ("slow", "long") if item.get_closest_marker(name)), "short")))
         if item.nodeid in tiers:
             item.add_marker(tiers[item.nodeid])
+
+
+def pytest_addoption(parser):
+    parser.addoption("--seconds", metavar="FILE", help="write the CPU seconds of each test to a file, and the tier of its marks")
+
+
+def pytest_configure(config):
+    if config.getoption("--seconds") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Seconds(config.getoption("--seconds")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    item.stash[BEGAN] = sum(os.times()[:4])
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "teardown":
+        report.user_properties.append(("seconds", sum(os.times()[:4]) - item.stash[BEGAN]))
+    return report
+
+
+BEGAN = pytest.StashKey[float]()
+"""The CPU seconds of this process and of those that it had started, as a test began."""
+
+
+class Seconds:
+    """Collects what the tests of all workers took, and writes it when they are done."""
+
+    def __init__(self, path):
+        self.path, self.found = pathlib.Path(path), {}
+
+    def pytest_runtest_logreport(self, report):
+        found = dict(report.user_properties)
+        if report.when == "teardown" and "mark" in found:
+            self.found[report.nodeid] = found["mark"], round(found["seconds"], 3)
+
+    def pytest_sessionfinish(self):
+        self.path.write_text(json.dumps(self.found, indent=0))
 
 
 def pytest_runtest_logfinish():

@@ -148,8 +148,8 @@ def test_a_name_is_imported_when_it_is_used_and_what_few_need_when_they_need_it(
     subprocess.run([sys.executable, "-c", IMPORTS], check=True, cwd=PROJECT)
 
 
-def test_the_tests_that_are_called_heavy_exist():
-    lines = (ROOT.parent / "tests" / "heavy.txt").read_text().splitlines()
+def test_the_tests_in_the_list_of_tiers_exist():
+    lines = (ROOT.parent / "tests" / "tiers.txt").read_text().splitlines()
     assert {line.partition(" ")[0] for line in lines} == {"long", "slow"}
     tests = [line.partition(" ")[2].partition("[")[0].split("::") for line in lines]
     assert not [path for path, _ in tests if not (ROOT.parent / path).exists()]
