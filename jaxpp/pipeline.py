@@ -405,8 +405,10 @@ class Pipeline(Forward):
             raise StateError(where, rule, got, "call state = pipe.init(...), or step with the state that was restored")
         if gone := num_gone(state):
             count = len(jax.tree.leaves(state.held))
-            got = f"{gone} of {count} leaves are gone: by an update that failed in part, or by the step of another pipeline"
-            fix = "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other pipeline returned"
+            got = (
+                f"{gone} of {count} leaves are gone: by an update that failed in part, or by the step of another pipeline or thread"
+            )
+            fix = "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other step returned"
             raise StateError(where, "a state that was consumed cannot be used again", got, fix)
         return state
 
