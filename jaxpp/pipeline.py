@@ -1,8 +1,10 @@
 """The public face for training: ``Pipeline``, which is a ``Forward`` with an optimizer."""
 
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,8 +15,8 @@ from jax.typing import ArrayLike
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.init_arguments import first_leaves
 from jaxpp.engine.outcome import Outcome, leaves_read
-from jaxpp.engine.state import Metrics, Report, State, num_gone, settle, states_of, steps_of, tail_of
-from jaxpp.engine.tail import Tail
+from jaxpp.engine.state import Metrics, State, num_gone, settle, states_of, steps_of, tail_of
+from jaxpp.engine.tail import Rest, Tail
 from jaxpp.errors import ArgumentError, CutError, StateError
 from jaxpp.errors.checks import check_flags, check_function, check_optimizer, refuse_tracers
 from jaxpp.errors.tracebacks import entries
@@ -55,9 +57,21 @@ class TrainingSetup(Setup):
 
 @dataclass(eq=False)
 class _Newest:
-    """The newest state, of a pipeline and of those that train it with other losses."""
+    """The newest state, of a pipeline and of those that train it with other losses; and what of its step is left to do."""
 
     state: State | None = None
+    lock: AbstractContextManager[object] = field(default_factory=threading.RLock)  # held by whoever steps
+    _in_flow: weakref.ref[Tail] | None = None  # not of the state, which the user may have deleted here
+
+    def begin(self, state: State, tail: Tail) -> None:
+        """Keep a state whose step is in flow."""
+        self.state, self._in_flow = state, weakref.ref(tail)
+
+    def end(self, but: Tail | None = None) -> None:
+        """Hand over the rest of the last step, which takes over the state before it; unless it is the one that is named."""
+        tail = None if self._in_flow is None else self._in_flow()
+        if tail is not None and tail is not but and not tail.ended:
+            tail.outcome()
 
 
 @entries
@@ -391,8 +405,10 @@ class Pipeline(Forward):
             raise StateError(where, rule, got, "call state = pipe.init(...), or step with the state that was restored")
         if gone := num_gone(state):
             count = len(jax.tree.leaves(state.held))
-            got = f"{gone} of {count} leaves are gone: by an update that failed in part, or by the step of another pipeline"
-            fix = "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other pipeline returned"
+            got = (
+                f"{gone} of {count} leaves are gone: by an update that failed in part, or by the step of another pipeline or thread"
+            )
+            fix = "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other step returned"
             raise StateError(where, "a state that was consumed cannot be used again", got, fix)
         return state
 
@@ -495,30 +511,30 @@ class Pipeline(Forward):
         setup = self._opened("step")
         refuse_tracers("pipe.step(state, batch, key)", batch, key)
         check_flags("pipe.step", donate=donate)
-        newest, tail = self._newest.state, tail_of(state, setup.engine) if donate else None
-        if newest is not None and (newest is not state or tail is None):
-            settle(newest)  # which may consume what this step is given
-        given, num_steps = tail or setup.states.unwrap(state, consumed=donate), steps_of(state)
-        setup.detector.look()  # before anything is consumed: a warning may be an error
-        self._newest.state = state
-        with Hold() as hold, jax.profiler.TraceAnnotation(STEP):
-            try:
-                rest = setup.runner.flow(task, given, batch, key, hold.begin) if self._options.delay and donate else None
-                if rest is not None:
-                    return self._in_flow(setup, rest, num_steps + 1)
-                leaves = given.outcome().state if isinstance(given, Tail) else given
-                outcome = setup.runner.step(task, leaves, batch, key, donate=donate, hold=hold.begin)
-            except BaseException as error:
-                if tail is not None and tail.failed:  # there is no state, and the error says so
+        with self._newest.lock:  # of several threads that step one state, one does, and the others are told that it is consumed
+            tail = tail_of(state, setup.engine) if donate else None
+            self._newest.end(but=tail)  # which may consume what this step is given
+            given, num_steps = tail or setup.states.unwrap(state, consumed=donate), steps_of(state)
+            setup.detector.look()  # before anything is consumed: a warning may be an error
+            self._newest.state = state
+            with Hold() as hold, jax.profiler.TraceAnnotation(STEP):
+                try:
+                    rest = setup.runner.flow(task, given, batch, key, hold.begin) if self._options.delay and donate else None
+                    if rest is not None:
+                        return self._in_flow(setup, rest, num_steps + 1)
+                    leaves = given.outcome().state if isinstance(given, Tail) else given
+                    outcome = setup.runner.step(task, leaves, batch, key, donate=donate, hold=hold.begin)
+                except BaseException as error:
+                    if tail is not None and tail.failed:  # there is no state, and the error says so
+                        raise
+                    if num_gone(state):  # not the copies of one elsewhere
+                        error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
+                    elif not isinstance(error, Exception) and not hold.begun:
+                        error.add_note("jaxpp: the step changed nothing: go on with state = pipe.state")
                     raise
-                if num_gone(state):  # not the copies of one elsewhere
-                    error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
-                elif not isinstance(error, Exception) and not hold.begun:
-                    error.add_note("jaxpp: the step changed nothing: go on with state = pipe.state")
-                raise
-            new_leaves = outcome.state if donate else setup.engine.apart(outcome.state)
-            self._newest.state = new = setup.states.wrap(new_leaves, num_steps + 1)
-        setup.detector.add(outcome.squares)
+                new_leaves = outcome.state if donate else setup.engine.apart(outcome.state)
+                self._newest.state = new = setup.states.wrap(new_leaves, num_steps + 1)
+            setup.detector.add(outcome.squares)
         squares = dict(zip(setup.engine.update.watched, outcome.squares, strict=True))
         return new, Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite, num_steps + 1, squares)
 
@@ -527,11 +543,12 @@ class Pipeline(Forward):
         watched = setup.engine.update.watched
 
         def read(outcome: Outcome[Array]) -> dict[str, Tree]:
-            setup.detector.add(outcome.squares)
             return {"grad_norm": outcome.grad_norm, "squares": dict(zip(watched, outcome.squares, strict=True))}
 
-        report: Tree = Report(tail, read)
-        self._newest.state = new = setup.states.after(setup.engine, tail, num_steps)
+        report: Tree = Rest(tail, read, at_once=True)
+        tail.then.append(lambda outcome: setup.detector.add(outcome.squares))
+        new = setup.states.after(tail, num_steps)
+        self._newest.begin(new, tail)
         return new, Metrics(tail.first.loss, tail.first.aux, report, None, num_steps, report)
 
     def flush(self, state: State) -> State:
@@ -728,18 +745,23 @@ class Pipeline(Forward):
     def _lend(self, where: str, state_or_params: Tree, task: TaskNames) -> Lend:
         setup = self._opened(where)
         if isinstance(state_or_params, State):
+            self._newest.end()
             leaves = setup.states.unwrap(state_or_params, where)
         else:
             leaves = self._bring(where, state_or_params)
         return lambda: setup.runner.whole(task, leaves)
 
+    @contextmanager
     def _whole(
         self, where: str, state: State, batch: Batch, key: Key | None, task: TaskNames
-    ) -> AbstractContextManager[tuple[Engine, Leaves[Array]]]:
-        """The engine, and the leaves of a state and of the task's set; for what changes neither."""
+    ) -> Iterator[tuple[Engine, Leaves[Array]]]:
+        """The engine, and the leaves of a state and of the task's set; for what changes neither, and no step may take meanwhile."""
         refuse_tracers(f"pipe.{where}(state, batch, key)", batch, key)
         setup = self._opened(where)
-        return setup.runner.whole(task, setup.states.unwrap(state, where))
+        with self._newest.lock:
+            self._newest.end()
+            with setup.runner.whole(task, setup.states.unwrap(state, where)) as found:
+                yield found
 
     @contextmanager
     def _work(

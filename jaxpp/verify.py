@@ -520,9 +520,10 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
 
 def _newest_of(state: State) -> Params:
     """The parameters of a state, as far as it holds those before the last step too."""
-    if not jax.tree.leaves(state.previous):
-        return state.previous
-    return jax.tree.map(lambda old, new: None if old is None else new, state.previous, state.params, is_leaf=lambda n: n is None)
+    previous = state.held[-1]  # without those that it holds once
+    if not jax.tree.leaves(previous):
+        return previous
+    return jax.tree.map(lambda old, new: None if old is None else new, previous, state.params, is_leaf=lambda n: n is None)
 
 
 def noise_of(run: Callable[[Params], Tree], params: Params, made: Tree) -> Tree:

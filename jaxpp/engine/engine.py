@@ -476,7 +476,7 @@ class Engine:
             except BaseException:
                 slots.clear()  # as in ``execute``
                 raise
-        return Tail(plan, lowered, lowered.flow, slots)
+        return Tail(self, plan, lowered, lowered.flow, slots)
 
     def _arguments(
         self, lowered: LoweredStep, purpose: Purpose, leaves: Leaves[Array], batch: Batch, key: Key | None

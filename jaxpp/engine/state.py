@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ from jax.sharding import Sharding
 from jaxtyping import Bool, Float
 
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.outcome import Outcome
-from jaxpp.engine.tail import Tail
+from jaxpp.engine.tail import Rest, Tail
 from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import CutError, ParamsError, StateError, shown
 from jaxpp.errors.checks import refuse_tracers
@@ -36,13 +35,21 @@ _RESTORE = "checkpointer.restore(path, pipe.abstract_state(...))"
 
 
 class _Field:
-    """A field of a dataclass that is seen otherwise than it is kept."""
+    """A field of a dataclass that is seen otherwise than it is kept, or is left to the rest of a step until somebody looks."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __set__(self, of: object, value: Tree) -> None:
         vars(of)[self._name] = value
+
+
+def _kept(of: "State | Metrics", name: str) -> Tree:
+    """A field as it is kept; the rest of the step that makes it is handed over if that is left to do."""
+    if isinstance(value := vars(of)[name], Rest):
+        vars(of).update(value.values())  # all that it makes, so that the rest of the step is held no longer
+        value = vars(of)[name]
+    return value
 
 
 class _Part(_Field):
@@ -53,11 +60,23 @@ class _Part(_Field):
 
     def __get__(self, state: "State | None", owner: type | None = None) -> Tree:
         if state is not None:
-            settle(state)
-            return assembled(vars(state)[self._name], stand_in_for if are_across(state.held) else None)
+            return _whole(state, self._name)
         if not self._default:
             raise AttributeError(self._name)  # a field without a default, for dataclass
         return self._default[0]
+
+
+class _Previous(_Part):
+    """The parameters before the last step, of which those are kept that steps change; seen with the others, which are the same."""
+
+    def __get__(self, state: "State | None", owner: type | None = None) -> Tree:
+        previous = super().__get__(state, owner)
+        if state is None or _is_nothing(previous) or not any(leaf is None for leaf in _leaves(previous)[0]):
+            return previous
+        (olds, tree), (news, same) = _leaves(previous), _leaves(state.params)
+        return (
+            tree.unflatten(new if old is None else old for old, new in zip(olds, news, strict=True)) if tree == same else previous
+        )
 
 
 _PARTS = ("params", "opt_state", "model_state", "loss_scale", "previous")
@@ -82,7 +101,8 @@ class State:
         loss_scale: the object passed as ``loss_scale``, as the steps have changed it; ``()`` without one.
         step: how many steps were taken, those that ``loss_scale`` skipped included; counted on the host: reading it does not wait.
         previous: with ``delay=1``, the parameters before the last step, of which the next step's gradients are; a tree like
-            ``params``, with None for what no step changes. ``()`` without ``delay``.
+            ``params``. What no step changes is held once: it is the array of ``params``, and no leaf of the state besides, which
+            has None there. ``()`` without ``delay``.
     """
 
     params: Params = _Part()
@@ -90,7 +110,7 @@ class State:
     model_state: Tree = _Part(())
     loss_scale: Tree = _Part(())
     step: int = 0
-    previous: Params = _Part(())
+    previous: Params = _Previous(())
 
     def __post_init__(self):
         _make_serializable()
@@ -98,17 +118,19 @@ class State:
     @property
     def held(self) -> tuple[Tree, ...]:
         """Parameters, optimizer state, model state, loss scale, previous parameters as they are held, with slices: for tools."""
-        settle(self)
-        return tuple(map(vars(self).__getitem__, _PARTS))
+        return tuple(_kept(self, name) for name in _PARTS)
 
     def replace(self, **parts: Tree) -> "State":
         """The state with other parts, the rest as it is held; a part that a state does not have raises a ``TypeError``."""
-        settle(self)
-        if unknown := [name for name in parts if name not in vars(self)]:
-            raise TypeError(f"a State has the parts {', '.join(vars(self))}, not {', '.join(unknown)}")
-        return State(**{**vars(self), **parts})
+        kept = {each.name: _kept(self, each.name) for each in fields(self)}
+        if unknown := [name for name in parts if name not in kept]:
+            raise TypeError(f"a State has the parts {', '.join(kept)}, not {', '.join(unknown)}")
+        return State(**{**kept, **parts})
 
     _replace = replace  # as of the tuple that a state was
+
+    def __reduce__(self) -> tuple[type["State"], tuple[Tree, ...]]:  # for pickle and copy
+        return State, tuple(_kept(self, each.name) for each in fields(self))
 
     def __getitem__(self, index: object) -> Tree:  # iteration and unpacking end here too
         got, fix = f"state[{index!r}], or a state that is unpacked", "write state.params, state.opt_state, state.step"
@@ -126,37 +148,42 @@ def _of_parts(parts: Sequence[Tree], step: int | None = 0) -> State:
     return State(**dict(zip(_PARTS, parts, strict=True)), step=step)  # pyright: ignore[reportArgumentType]
 
 
-_REST = "_rest"  # under this name a state whose step is in flow has what makes its parts
-
-
 def _names(state: State) -> tuple[str, ...]:
     """The parts of a state as a tree; without ``delay`` there is no ``previous``, and checkpoints have the tree that they had."""
-    settle(state)
-    return tuple(name for name in vars(state) if name != "previous" or not _is_nothing(vars(state)[name]))
+    return tuple(each.name for each in fields(state) if each.name != "previous" or not _is_nothing(_kept(state, "previous")))
+
+
+def _whole(state: State, name: str) -> Tree:
+    """A part of a state with whole leaves."""
+    return assembled(_kept(state, name), stand_in_for if are_across(state.held) else None)
 
 
 def _is_nothing(part: Tree) -> bool:
     return isinstance(part, tuple) and not part
 
 
+def _leaves(tree: Tree) -> tuple[list[Leaf], Tree]:
+    """The leaves of parameters: None, which stands for one that is not kept, and a leaf that is held as slices are leaves too."""
+    return jax.tree.flatten(tree, is_leaf=lambda node: node is None or is_slices(node))
+
+
 jax.tree_util.register_pytree_with_keys(
     State,
-    lambda state: ([(jax.tree_util.GetAttrKey(name), getattr(state, name)) for name in _names(state)], _names(state)),
+    lambda state: ([(jax.tree_util.GetAttrKey(name), _whole(state, name)) for name in _names(state)], _names(state)),
     lambda names, parts: State(**dict(zip(names, parts, strict=True))),
 )
 
 
 def settle(state: State) -> None:
     """Hand over the rest of the step that made a state, if that is left to do; whoever looks at a state does so."""
-    if (rest := vars(state).get(_REST)) is not None:
-        vars(state).update(rest.parts())
-        del vars(state)[_REST]
+    _kept(state, "params")
 
 
 def tail_of(state: object, engine: Engine) -> Tail | None:
     """What is left of the step of this engine that made a state, if anything is."""
-    rest = vars(state).get(_REST) if isinstance(state, State) else None
-    return rest.tail if rest is not None and rest.engine is engine else None
+    rest = vars(state)["params"] if isinstance(state, State) else None
+    tail = rest.tail if isinstance(rest, Rest) else None
+    return tail if tail is not None and tail.engine is engine and not tail.ended else None
 
 
 @functools.cache
@@ -164,13 +191,15 @@ def _make_serializable() -> None:
     from flax import serialization  # noqa: PLC0415  (takes a fifth of a second)
 
     def write(state: State) -> dict[str, Tree]:
-        return {name: serialization.to_state_dict(getattr(state, name)) for name in _names(state)}
+        return {name: serialization.to_state_dict(_whole(state, name)) for name in _names(state)}
 
     def read(state: State, parts: dict[str, Tree]) -> State:
-        if parts.keys() != set(_names(state)):
-            raise ValueError(f"a State has the parts {', '.join(_names(state))}, not {', '.join(map(str, parts))}")
-        restored = {name: serialization.from_state_dict(getattr(state, name), part, name=name) for name, part in parts.items()}
-        return state.replace(**restored)
+        names = _names(state)
+        if not parts.keys() ^ set(names) <= {"previous"}:
+            raise ValueError(f"a State has the parts {', '.join(names)}, not {', '.join(map(str, parts))}")
+        common = [name for name in names if name in parts]
+        restored = {name: serialization.from_state_dict(_whole(state, name), parts[name], name=name) for name in common}
+        return state.replace(**{"previous": (), **restored})
 
     serialization.register_serialization_state(State, write, read)
 
@@ -184,28 +213,8 @@ class _Later(_Field):
     def __get__(self, metrics: "Metrics | None", owner: type | None = None) -> Tree:
         if metrics is None:
             return None  # the default, for dataclass
-        value = vars(metrics)[self._name]
-        if isinstance(value, Report):
-            value = vars(metrics)[self._name] = value.get(self._name)
+        value = _kept(metrics, self._name)
         return self._nothing() if value is None else value
-
-
-class Report:
-    """What the rest of a step reports, once it has been handed over."""
-
-    def __init__(self, tail: Tail, read: Callable[[Outcome[Array]], Mapping[str, Tree]]):
-        self._tail: Tail | None = tail
-        self._values = dict[str, Tree]()
-        tail.then.append(lambda outcome: self._take(read(outcome)))
-
-    def _take(self, values: Mapping[str, Tree]) -> None:
-        self._values, self._tail = dict(values), None  # metrics that are kept hold neither a state nor a pipeline
-
-    def get(self, name: str) -> Tree:
-        """A value; the rest of the step is handed over for it if that is left to do."""
-        if self._tail is not None:
-            self._tail.outcome()
-        return self._values[name]
 
 
 @jax.tree_util.register_dataclass
@@ -257,12 +266,35 @@ class Metrics(Mapping[str, Tree]):
             raise KeyError(f"{name!r}; these metrics are {', '.join(self)}")
         return getattr(self, name)
 
+    def to_dict(self) -> dict[str, Tree]:
+        """The items as Python numbers, and lists of numbers, in the containers of aux: what ``json`` takes, which takes no mapping.
+
+        Example:
+            >>> import json, jax.numpy as jnp, jaxpp, optax
+            >>> pipe = jaxpp.Pipeline(lambda w, x: (x * w["a"]).mean(), optax.sgd(0.1), num_stages=1, num_microbatches=2)
+            >>> _, metrics = pipe.step(pipe.init({"a": jnp.ones(())}, jnp.ones(4)), jnp.ones(4))
+            >>> json.dumps(metrics.to_dict())
+            '{"loss": 1.0, "grad_norm": 1.0, "step": 1}'
+        """
+        return {name: jax.tree.map(_plain, part) for name, part in self.items()}
+
+    def __reduce__(self) -> tuple[type["Metrics"], tuple[Tree, ...]]:  # for pickle and copy
+        return Metrics, tuple(_kept(self, each.name) for each in fields(self))
+
     def __repr__(self) -> str:
         return f"Metrics({', '.join(f'{name}={jax.tree.map(_Shown, part)!r}' for name, part in self.items())})"
 
     def _has(self, name: str) -> bool:
         value = getattr(self, name) if name in vars(self) else None
         return value is not None and name != "squares" and not (name == "aux" and isinstance(value, tuple) and not value)
+
+
+def _plain(leaf: Leaf) -> Leaf:
+    """A leaf as Python numbers: an array, or a key as the numbers that it is made of; anything else as it is."""
+    if not hasattr(leaf, "dtype"):
+        return leaf
+    data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return np.asarray(data).tolist()
 
 
 class _Shown:
@@ -338,15 +370,6 @@ def _where(leaves: Sequence[Leaf]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ... {names[-1]} ({len(names)})"
 
 
-class _Rest(NamedTuple):
-    states: "States"
-    engine: Engine
-    tail: Tail
-
-    def parts(self) -> dict[str, Tree]:
-        return dict(zip(_PARTS, self.states.parts(self.tail.outcome().state), strict=True))
-
-
 class States:
     """Makes states of a pipeline's flat leaves, and takes them apart again; ``trees`` has the structure of each part as held."""
 
@@ -363,11 +386,10 @@ class States:
     def _nodes(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         return jax.tree.leaves(joined(self._fill(leaves), lambda node: node), is_leaf=is_slices)
 
-    def after(self, engine: Engine, tail: Tail, step: int) -> State:
+    def after(self, tail: Tail, step: int) -> State:
         """The state after a step whose rest is handed over beside the next one, or when somebody looks at the state."""
-        state = State((), (), step=step)
-        vars(state)[_REST] = _Rest(self, engine, tail)
-        return state
+        rest: Tree = Rest(tail, lambda outcome: dict(zip(_PARTS, self.parts(outcome.state), strict=True)))
+        return _of_parts([rest] * len(_PARTS), step)
 
     def wrap(self, groups: Leaves[Array], step: int | None = 0) -> State:
         """The state that has these leaves, each on its owner, after so many steps; None: it is not counted."""
@@ -425,6 +447,7 @@ class States:
         if held and mine and not any(leaf.is_deleted() for leaf in held):
             return self._groups.fill(self._split(state) if self._sliced else held)
         refuse_tracers(f"pipe.{where}(state, batch, key)", held if isinstance(state, State) else state)
+        state = self._fitted(state) if isinstance(state, State) else state
         _check_state(state, self._abstract)
         leaves = self._split(state)
         placed, seen = to_homes(leaves, self._homes), set()
@@ -437,6 +460,22 @@ class States:
                 placed[k] = put(leaf, self._homes[k])
             seen.update(buffers)
         return self._groups.fill(placed)
+
+    def _fitted(self, state: State) -> State:
+        """The state with the previous parameters that this pipeline keeps, so that checkpoints cross between all ``delay``s.
+
+        Those that the state lacks are its parameters, as in a first state; those that are not kept here are left out.
+        """
+        params, *_, previous = state.held
+        (news, tree), wanted = _leaves(params), self._abstract.held[-1]
+        none = tree.unflatten([None] * len(news))
+        (olds, old_tree), (wants, want_tree) = (_leaves(none if _is_nothing(each) else each) for each in (previous, wanted))
+        if not tree == old_tree == want_tree:
+            return state  # which is refused
+        found = [None if want is None else new if old is None else old for want, old, new in zip(wants, olds, news, strict=True)]
+        if all(leaf is old for leaf, old in zip(found, olds, strict=True)):
+            return state
+        return state.replace(previous=() if _is_nothing(wanted) else tree.unflatten(found))
 
     def bring(self, params: Tree, model_state: Tree = ()) -> Leaves[Array]:
         """The leaves of parameters, and of a model state if there is one, each on its owner: as they are if they live there."""

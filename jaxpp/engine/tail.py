@@ -1,6 +1,12 @@
-"""What is left of a step in flow: its last backwards and its update, which the next step hands over between its forwards."""
+"""What is left of a step in flow: its last backwards and its update, which the next step hands over between its forwards.
 
-from collections.abc import Callable, Iterator
+State and metrics of the step share one ``Tail``, each through a ``Rest``. Whoever looks first, in whatever thread, has it handed
+over, once; the others wait for that at its lock.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 
 from jaxpp.engine.outcome import LoweredStep, Outcome
@@ -9,17 +15,21 @@ from jaxpp.plan.flow import Flow
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.execute import Observer, Slots, dispatch
 from jaxpp.runtime.interrupts import held
-from jaxpp.types import Array
+from jaxpp.types import Array, Tree
 
 
 class Tail:
-    """The rest of a step whose body has been handed over. It is handed over beside the next step, or when somebody asks for it."""
+    """The rest of a step whose body has been handed over. It is handed over beside the next step, or when somebody asks for it.
 
-    def __init__(self, plan: Plan, lowered: LoweredStep, flow: Flow, slots: Slots):
-        self.plan, self.lowered, self.flow, self._slots = plan, lowered, flow, slots
+    ``engine`` is the one whose steps it can be handed over beside.
+    """
+
+    def __init__(self, engine: object, plan: Plan, lowered: LoweredStep, flow: Flow, slots: Slots):
+        self.engine, self.plan, self.lowered, self.flow, self._slots = engine, plan, lowered, flow, slots
         late = [lowered.bound.resolve(name) in self.flow.late for name in lowered.outputs]
         values: Slots = [None if one else slots[slot] for one, slot in zip(late, plan.outputs, strict=True)]
         self.first = lowered.outcome(values)  # what the body has made; None for the rest
+        self.lock = threading.RLock()  # held while the rest is handed over, and while anybody takes what it has made
         self._left = iter(plan.instructions[self.flow.body :])
         self._outcome: Outcome[Array] | None = None
         self._failed: BaseException | None = None
@@ -30,38 +40,47 @@ class Tail:
         """Whether handing it over has raised an error: then there is no state after its step."""
         return self._failed is not None
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has been handed over, or has failed."""
+        return self.failed or self._outcome is not None
+
     def outcome(self, observer: Observer | None = None) -> Outcome[Array]:
         """What the step returns, handed over now unless that was done."""
-        self._check()
-        if self._outcome is None:
-            with held():  # Ctrl-C waits, as in an update
-                return self._finished(observer)
-        return self._outcome
+        with held(), self.lock:  # Ctrl-C waits, as in an update
+            self._check()
+            return self._finished(observer)
 
     def beside(self, plan: Plan, flow: Flow, slots: Slots, observer: Observer | None = None) -> Outcome[Array]:
-        """Hand over the rest between the lines of the next step's body, which has these slots; what this step returns."""
-        self._check()
-        runs = self.flow.then(flow)
-        steps = {True: (self._slots, self._left), False: (slots, iter(plan.instructions[: flow.body]))}
-        running = False
+        """Hand over the rest between the lines of the next step's body, which has these slots; what this step returns.
 
-        def parts() -> Iterator[tuple[Slots, Iterator[Instruction]]]:
-            nonlocal running
-            for running, count in runs:
-                yield steps[running][0], islice(steps[running][1], count)
+        If somebody has looked meanwhile, the lines of the body are all that is left to do.
+        """
+        with self.lock:
+            self._check()
+            runs = self.flow.then(flow)
+            steps = {True: (self._slots, self._left), False: (slots, iter(plan.instructions[: flow.body]))}
+            running = False
 
-        try:
-            dispatch(parts(), observer)
-        except BaseException as error:
-            slots.clear()
-            if running:
-                self._fail(error)
-            else:
-                self._finished()  # what has failed is the next step
-            raise
-        return self._finished()
+            def parts() -> Iterator[tuple[Slots, Iterator[Instruction]]]:
+                nonlocal running
+                for running, count in runs:
+                    yield steps[running][0], islice(steps[running][1], count)
+
+            try:
+                dispatch(parts(), observer)
+            except BaseException as error:
+                slots.clear()
+                if running and self._outcome is None:
+                    self._fail(error)
+                else:
+                    self._finished()  # what has failed is the next step
+                raise
+            return self._finished()
 
     def _finished(self, observer: Observer | None = None) -> Outcome[Array]:
+        if self._outcome is not None:
+            return self._outcome
         try:
             dispatch([(self._slots, self._left)], observer)
         except BaseException as error:
@@ -83,3 +102,38 @@ class Tail:
         error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
         self._failed = error
         self._slots.clear()
+
+
+class Rest:
+    """What the rest of a step makes of some fields, by name: it stands in these fields until somebody looks at one of them.
+
+    Args:
+        tail: the rest of the step.
+        read: the values of the fields, of what the step returns.
+        at_once: read them as soon as the rest has been handed over, even if nobody looks: what is kept then holds no state.
+    """
+
+    def __init__(self, tail: Tail, read: Callable[[Outcome[Array]], Mapping[str, Tree]], *, at_once: bool = False):
+        self.tail: Tail | None = tail  # None once the values are known
+        self._read, self._values = read, dict[str, Tree]()
+        if at_once:
+            known = weakref.ref(self)  # or the two would hold one another, and all arrays of the step until a garbage collection
+
+            def take(outcome: Outcome[Array]) -> None:
+                if (rest := known()) is not None:
+                    rest._take(outcome)
+
+            tail.then.append(take)
+
+    def values(self) -> Mapping[str, Tree]:
+        """The values; the rest of the step is handed over for them if that is left to do."""
+        if (tail := self.tail) is not None:
+            with tail.lock:
+                outcome = tail.outcome()
+                if self.tail is not None:
+                    self._take(outcome)
+        return self._values
+
+    def _take(self, outcome: Outcome[Array]) -> None:
+        self._values = dict(self._read(outcome))
+        self.tail = None

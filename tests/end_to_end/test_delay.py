@@ -1,8 +1,16 @@
 """``delay=1``: gradients of the parameters before the last step, as a plain loop has them; and steps that flow into one another."""
 
+import contextlib
+import copy
+import functools
 import gc
 import itertools
+import json
+import pickle
 import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +23,7 @@ from flax.training.dynamic_scale import DynamicScale
 
 import jaxpp
 from jaxpp.engine.state import tail_of
-from jaxpp.errors import ArgumentError, StateError
+from jaxpp.errors import ArgumentError, BatchError, StateError
 from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.observe.memory.liveness import liveness_in_flow, step_liveness
 from jaxpp.observe.profile.record import flowing_plan
@@ -252,10 +260,16 @@ def test_what_no_step_changes_is_held_once():
     state = pipe.init(PARAMS, X)
     for _ in range(3):
         state, _ = pipe.step(state, X)
-    assert state.previous["a"] is None
-    assert set(jax.tree.leaves(jax.tree.map(jnp.shape, state.previous))) <= {6, 2}
+    assert state.previous["a"] is state.params["a"]
+    assert len(jax.tree.leaves(state)) == len(jax.tree.leaves(state.replace(previous=()))) + 2
     equal(state.params["a"], PARAMS["a"])
     assert pipe.verify(state, X)
+    at_home = jax.device_get(state)
+    grads = jax.grad(loss_fn)(at_home.previous, X)  # the loop that the guide shows
+    updates, _ = jax.jit(optimizer.update)(grads, at_home.opt_state, at_home.params)
+    found, _ = pipe.step(state.replace(previous=state.previous), X)
+    for name in ("b", "c"):
+        compare(name, found.params[name], optax.apply_updates(at_home.params, updates)[name])
 
 
 @pytest.mark.parametrize(
@@ -599,6 +613,279 @@ def test_a_step_whose_forwards_read_what_the_update_makes_does_not_flow():
     lines, flow = in_flow(builder.lines, ["here"], one, {}, [])
     assert (flow.body, [line.label for line in lines]) == (1, ["0F0", "0B0", "update"])
     assert in_flow(builder.lines, ["here"], one, {old: new}, []) == (builder.lines, None)
+
+
+TOLD = [
+    lambda metrics: metrics.grad_norm,
+    lambda metrics: metrics.by_stage,
+    str,
+    dict,
+    jax.block_until_ready,
+    lambda metrics: json.dumps(metrics.to_dict()),
+    lambda metrics: pickle.loads(pickle.dumps(metrics)).squares,  # noqa: S301  (our own)
+    lambda metrics: copy.deepcopy(metrics).grad_norm,
+]
+LOOKS = [
+    lambda state: state.params,
+    lambda state: state.opt_state,
+    lambda state: state.previous,
+    lambda state: state.replace(step=7),
+    str,
+    jax.tree.leaves,
+    jax.block_until_ready,
+    copy.copy,
+    serialization.to_state_dict,
+]
+
+
+@functools.cache
+def trajectory(num_steps=24):
+    """The states of training on one device, the gradients late by one step; and the loss and the norm of each step."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), PARAMS)
+    optimizer, before, found, x = OPTIMIZERS["clipped adamw"], params, [], X.astype(jnp.float64)
+    moments = optimizer.init(params)
+    for _ in range(num_steps):
+        loss, _, grads, *_ = oracle(loss_fn, before, x, None, 4)
+        found.append(((params, moments, before), loss, jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)))))
+        updates, moments = optimizer.update(grads, moments, params)
+        before, params = params, optax.apply_updates(params, updates)
+    return found
+
+
+def test_whoever_looks_at_metrics_goes_on_training():
+    with jax.enable_x64(True):
+        pipe = pipeline(optimizer=OPTIMIZERS["clipped adamw"], stages=3, microbatches=4, delay=1)
+        known, x = trajectory(), X.astype(jnp.float64)
+        for look in TOLD:
+            state = pipe.init(known[0][0][0], x)
+            for number in range(3):
+                state, metrics = pipe.step(state, x)
+                look(metrics)
+                compare("metrics", (metrics.loss, metrics.grad_norm), known[number][1:])
+            compare("state", (state.params, state.opt_state, state.previous), known[3][0])
+
+
+class Session:
+    """What a user may do in any order, with what must come of it: ``trajectory`` at the number of steps taken."""
+
+    def __init__(self, pipe, seed, monkeypatch):
+        self.pipe, self.rng, self.monkeypatch = pipe, np.random.default_rng(seed), monkeypatch
+        self.known, self.x, self.done = trajectory(), X.astype(jnp.float64), []
+        self.start(0)
+
+    def start(self, step):
+        self.state, self.metrics, self.old = self.pipe.init(self.known[0][0][0], self.x), None, None
+        while self.state.step < step:
+            self.state, self.metrics = self.pipe.step(self.state, self.x)
+
+    def run(self, num_operations):
+        names = [name for name in dir(Session) if name.startswith("op_")]
+        for _ in range(num_operations):
+            name = str(self.rng.choice(names)) if self.rng.random() < 0.6 else "op_step"
+            self.done.append(name)
+            getattr(self, name)()
+            if self.state.step > len(self.known) - 3:
+                break
+        self.is_right()
+        assert self.pipe.state.step == self.state.step
+
+    def is_right(self, state=None):
+        state = self.state if state is None else state
+        compare(str(self.done), (state.params, state.opt_state, state.previous), self.known[state.step][0])
+
+    def op_step(self):
+        old = self.state
+        self.state, self.metrics = self.pipe.step(old, self.x)
+        self.old = old
+
+    def op_keep_the_old_state(self):
+        kept, (self.state, self.metrics), self.old = self.state, self.pipe.step(self.state, self.x, donate=False), None
+        self.is_right(kept)
+
+    def op_metrics(self):
+        if self.metrics is not None:
+            TOLD[self.rng.integers(len(TOLD))](self.metrics)
+            compare(str(self.done), (self.metrics.loss, self.metrics.grad_norm), self.known[self.metrics.step - 1][1:])
+
+    def op_state(self):
+        LOOKS[self.rng.integers(len(LOOKS))](self.state)
+
+    def op_flush(self):
+        assert self.pipe.flush(self.state) is self.state
+
+    def op_evaluate(self):
+        compare(str(self.done), self.pipe.evaluate(self.state, self.x).loss, loss_fn(self.known[self.state.step][0][0], self.x))
+
+    def op_pickle(self):
+        self.is_right(pickle.loads(pickle.dumps(self.state)))  # noqa: S301  (our own)
+
+    def op_copy(self):
+        self.state, self.old = copy.deepcopy(self.state), None
+
+    def op_thread(self):
+        with ThreadPoolExecutor(1) as pool:
+            looks = pool.submit(LOOKS[self.rng.integers(len(LOOKS))], self.state)
+            self.op_metrics()
+            looks.result()
+
+    def op_forget(self):
+        del self.state, self.metrics
+        self.state, self.metrics = self.pipe.state, None
+
+    def op_let_go(self):
+        del self.pipe.state
+        self.op_old()
+        self.op_step()
+
+    def op_old(self):
+        for use in (self.pipe.step, self.pipe.evaluate):
+            if self.old is not None:
+                with pytest.raises(StateError, match="consumed by an earlier step"):
+                    use(self.old, self.x)
+
+    def op_wrong_batch(self):
+        with pytest.raises(BatchError):
+            self.pipe.step(self.state, self.x[:1])
+
+    def op_fail(self):
+        """A program fails: of this step, which then has changed nothing; or of the rest of the step before, whose state is lost."""
+        saved = jax.device_get(self.state) if self.rng.random() < 0.5 else None
+        count, fails, plain = itertools.count(), self.rng.integers(60), execute.dispatch
+
+        def failing(parts, observer=None):
+            def seen(instructions):
+                for instruction in instructions:
+                    if next(count) == fails:
+                        raise RuntimeError("RESOURCE_EXHAUSTED")
+                    yield instruction
+
+            plain(((slots, seen(instructions)) for slots, instructions in parts), observer)
+
+        step, rest = self.state.step, tail_of(self.state, self.pipe.engine)
+        with self.monkeypatch.context() as patch:
+            patch.setattr("jaxpp.engine.engine.dispatch", failing)
+            patch.setattr("jaxpp.engine.tail.dispatch", failing)
+            with contextlib.suppress(RuntimeError):
+                self.op_step()
+        if rest is not None and rest.failed:
+            with pytest.raises(StateError, match="failed in part left no state"):
+                self.pipe.step(self.state, self.x)
+            if saved is None:
+                self.start(step)
+            else:
+                self.state, self.metrics = self.pipe.step(saved, self.x)
+                self.old = None
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(10, marks=pytest.mark.long), pytest.param(100, marks=pytest.mark.slow)])
+def test_whatever_a_user_does_in_whatever_order_training_is_that_of_one_device(first, monkeypatch):
+    with jax.enable_x64(True):
+        pipe = pipeline(optimizer=OPTIMIZERS["clipped adamw"], stages=3, microbatches=4, delay=1)
+        for seed in range(first, first + max(4, 5 * first)):
+            Session(pipe, seed, monkeypatch).run(40)
+
+
+@pytest.mark.parametrize("num_steps", [40, pytest.param(1000, marks=pytest.mark.long)])
+def test_threads_that_look_while_another_trains_disturb_nothing(num_steps):
+    """Loggers read metrics of steps in flow, and one evaluates: what they read, and where training ends, is as without them."""
+    results, switches = [], sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for num_threads in (0, 3):
+            pipe = pipeline(optimizer=OPTIMIZERS["clipped adamw"], stages=3, microbatches=4, delay=1)
+            state, told, ends = pipe.init(PARAMS, X), [], threading.Event()
+
+            def log(number, pipe=pipe, told=told, ends=ends):
+                looks = itertools.cycle(TOLD[number:] + TOLD[:number])
+                while not ends.is_set():
+                    for state, metrics in told[-2:]:
+                        next(looks)(metrics)
+                        if number == 0:
+                            with contextlib.suppress(StateError):  # consumed by a later step
+                                pipe.evaluate(state, X)
+
+            with ThreadPoolExecutor(max(1, num_threads)) as pool:
+                loggers = [pool.submit(log, number) for number in range(num_threads)]
+                try:
+                    for _ in range(num_steps):
+                        state, metrics = pipe.step(state, X)
+                        told.append((state, metrics))
+                finally:
+                    ends.set()
+                for logger in loggers:
+                    logger.result()
+            results.append((state, [dict(each) for _, each in told]))
+    finally:
+        sys.setswitchinterval(switches)
+    equal(*results)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_of_threads_that_step_one_state_one_does_and_the_others_are_told_that_it_is_consumed(delay):
+    pipe = pipeline(stages=3, microbatches=4, delay=delay)
+    state = pipe.init(PARAMS, X)
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(1, 11):
+            calls = [pool.submit(pipe.step, state, X) for _ in range(4)]
+            found = [call.exception() or call.result()[0] for call in calls]
+            (state,) = (each for each in found if isinstance(each, jaxpp.State))
+            refused = [each for each in found if isinstance(each, StateError)]
+            assert len(refused) == 3
+            assert all("go on with state = pipe.state" in str(error) for error in refused)
+            assert pipe.state.step == state.step == number
+
+
+def test_nothing_stays_of_a_step_in_flow_once_its_state_and_metrics_are_gone():
+    pipe = pipeline(stages=3, microbatches=4, delay=1)
+    state, metrics = pipe.step(pipe.init(PARAMS, X), X)
+    del state, metrics, pipe.state
+    gc.collect()
+    before = sum(array.ndim > 0 for array in jax.live_arrays())  # the detector of dead stages waits for its sums
+    gc.disable()
+    try:
+        for looks in (False, True):
+            state = pipe.init(PARAMS, X)
+            for _ in range(3):
+                state, metrics = pipe.step(state, X)
+                if looks:
+                    assert state.params and metrics.grad_norm
+            del state, metrics, pipe.state
+            assert sum(array.ndim > 0 for array in jax.live_arrays()) <= before
+    finally:
+        gc.enable()
+
+
+def test_states_cross_between_delay_and_none(tmp_path):
+    """A state without previous parameters begins with the parameters for them; one that has them is one without, too."""
+    late, plain = (pipeline(stages=3, microbatches=4, delay=delay) for delay in (1, 0))
+    flows, waits = late.init(PARAMS, X), plain.init(PARAMS, X)
+    for _ in range(2):
+        flows, waits = late.step(flows, X)[0], plain.step(waits, X)[0]
+    with_previous, without = jax.device_get(flows), jax.device_get(waits)
+    expected = [late.step(without.replace(previous=without.params), X)[0], plain.step(with_previous.replace(previous=()), X)[0]]
+    expected = jax.device_get(expected)
+    late_shapes, plain_shapes = late.abstract_state(PARAMS, X), plain.abstract_state(PARAMS, X)
+
+    def orbax(state, target):
+        path = tmp_path / str(state.previous == ())
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path, state)
+            checkpointer.wait_until_finished()
+            return checkpointer.restore(path, target)
+
+    def flax(state, target):
+        return serialization.from_state_dict(target, serialization.to_state_dict(state))
+
+    for opened in (without, orbax(without, late_shapes.replace(previous=())), flax(without, with_previous), waits):
+        equal(late.step(opened, X)[0], expected[0])
+    shapes = plain_shapes.replace(previous=plain_shapes.params)
+    for opened in (with_previous, orbax(with_previous, shapes), flax(with_previous, without), flows):
+        equal(plain.step(opened, X)[0], expected[1])
+    whole, some = (pipeline(optimizer=optax.sgd(0.1), delay=1, trains=trains) for trains in (None, ("b", "c")))
+    state, few = whole.step(whole.init(PARAMS, X), X)[0], some.init(PARAMS, X)
+    before = jax.device_get(state.params)
+    equal(some.step(state, X)[0].previous, before)
+    equal(whole.step(few, X)[0].previous, PARAMS)
 
 
 def tier(seed):

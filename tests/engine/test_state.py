@@ -3,6 +3,7 @@
 import collections.abc
 import copy
 import dataclasses
+import json
 import pathlib
 import pickle
 import re
@@ -86,9 +87,17 @@ def test_a_state_with_slices_is_pickled_and_copied(sliced):
     pipe, state = sliced
     wanted, _ = pipe.step(state, X, donate=False)
     pickled = pickle.loads(pickle.dumps(jax.device_get(state)))  # noqa: S301  (our own)
-    for other in (pickled, copy.copy(state), jax.tree.map(jnp.copy, state)):
+    as_held = pickle.loads(pickle.dumps(state))  # noqa: S301  (our own)
+    for other in (pickled, as_held, copy.copy(state), copy.deepcopy(state), jax.tree.map(jnp.copy, state)):
         new, _ = pipe.step(other, X, donate=False)
         chex.assert_trees_all_equal(new, wanted)
+
+
+def test_metrics_are_numbers_for_json():
+    aux = {"top": jnp.asarray([1.5, 2], jnp.bfloat16), "key": jax.random.key(3), "pair": (jnp.int8(1), np.float32(0.5), True)}
+    metrics = jaxpp.Metrics(jnp.float32(0.25), aux, None, jnp.asarray(True), 4)
+    wanted = {"loss": 0.25, "aux": {"top": [1.5, 2.0], "key": [0, 3], "pair": [1, 0.5, True]}, "finite": True, "step": 4}
+    assert json.loads(json.dumps(metrics.to_dict())) == wanted
 
 
 def test_metrics_are_a_mapping_of_what_the_step_has():
