@@ -148,15 +148,11 @@ UNTRACED = {
 def all_of_optax():
     for module in (optax, optax.contrib):
         for name, make in sorted(vars(module).items()):
-            if (
-                name not in UNTRACED
-                and name[0] != "_"
-                and inspect.isroutine(make)
-                and "GradientTransformation" in str(inspect.signature(make))
-            ):
-                needed = [each for each in inspect.signature(make).parameters.values() if each.default is each.empty]
-                if "GradientTransformation" in str(inspect.signature(make).return_annotation):
-                    yield name, make, {each.name: ARGUMENTS[each.name] for each in needed if each.name in ARGUMENTS}
+            if name[0] != "_" and name not in UNTRACED and inspect.isroutine(make):
+                signature = inspect.signature(make)
+                needed = [key for key, each in signature.parameters.items() if each.default is each.empty and key in ARGUMENTS]
+                if "GradientTransformation" in str(signature.return_annotation):
+                    yield name, make, {key: ARGUMENTS[key] for key in needed}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key will be required")
