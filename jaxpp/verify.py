@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.extend.core import Literal
 from jax.typing import ArrayLike
 from jaxtyping import Float
@@ -23,6 +22,7 @@ from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
 from jaxpp.engine.state import State, states_of
 from jaxpp.errors import BatchError, VerifyError
+from jaxpp.optim.owners import updated
 from jaxpp.optim.trains import part_of
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.edges import check_alive, put
@@ -488,7 +488,6 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
     """Compare an updated state with what plain optax makes of the pipeline's gradients."""
     assert engine.optimizer is not None, "a pipeline has an optimizer"
     optimizer, scaling = part_of(engine.optimizer, engine.options.trains), engine.options.loss_scale
-    optimizer = optax.with_extra_args_support(optimizer)
 
     @jax.jit
     def update(grads: Grads, state: State, model_state: Tree, loss: Array) -> State:
@@ -498,8 +497,8 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
             leaves, finite = scaling.unscale(jax.tree.leaves(grads), scale)
             grads, scale = jax.tree.structure(grads).unflatten(leaves), scaling.adjust(scale, finite)
         seen = floating(state.params)
-        updates, opt_state = optimizer.update(grads, state.opt_state, seen, value=loss)
-        params = with_others(optax.apply_updates(seen, updates), state.params)
+        new, opt_state = updated(optimizer, grads, state.opt_state, seen, loss)
+        params = with_others(new, state.params)
         new = State(params, opt_state, model_state, previous=_newest_of(state), step=None)  # pyright: ignore[reportArgumentType]
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state.replace(loss_scale=()))
         return new.replace(loss_scale=tree.unflatten(scale))

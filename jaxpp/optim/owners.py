@@ -12,16 +12,17 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from jaxpp.errors import OptimizerError
+from jaxpp.errors import JaxppError, OptimizerError
 from jaxpp.optim.divided import MOVABLE, Along, divided_function
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.optim.update import HUB, Update, UpdateInputs, UpdatePart, flat, refilled
@@ -32,7 +33,7 @@ from jaxpp.stages.jaxpr import ELEMENTWISE, Atom, aval_of, branches_of, describe
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.stages.stacked import Slices, Slicing, assembled_shapes, is_slices, rows, slicing_of
-from jaxpp.types import Array, Aval, Params, Tree
+from jaxpp.types import Array, Aval, Grads, Params, Tree
 
 _Sizes = Sequence[tuple[int, ...]]  # for each leaf the rows of each of its slices; empty for one that is not sliced
 _ROWWISE = (
@@ -45,7 +46,8 @@ _FIX = (
     " pass num_stages=1"
 )
 _SPREADING = ELEMENTWISE | {"broadcast_in_dim"}
-_LINE_SEARCH = re.compile(r"missing \d+ required keyword-only arguments?: .*'value_fn'")  # an update that wants to call the loss
+_NO_VALUE = re.compile(r"unexpected keyword argument 'value'")  # an update that takes nothing of the loss
+_WANTS_LOSS = re.compile(r"missing \d+ required keyword-only arguments?: .*_fn'|\b\w+_fn must be provided")  # to call it
 
 
 def unread_gradients(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> frozenset[int]:
@@ -108,7 +110,7 @@ def plan_update(  # noqa: PLR0913  (what decides an update)
     others = tuple(owner), (loss_stage,), (loss_stage,) * len(scale), state_owner, state_owner
 
     def placer_of(opt_owner: tuple[int | None, ...], kept: Collection[int]) -> _Placer:
-        graph = _trace_update(functools.partial(update, kept=kept), inputs)
+        graph, _ = trace(functools.partial(update, kept=kept), inputs)
         graph = open_conditions(graph) if len(set(owner)) > 1 else graph
         return _Placer(graph, UpdateInputs(*refilled(inputs, graph.inputs)), UpdateInputs(tuple(owner), opt_owner, *others))
 
@@ -119,10 +121,46 @@ def plan_update(  # noqa: PLR0913  (what decides an update)
     return Update(placer.graph, init_graph, made.opt_tree, tuple(owner), *placed)
 
 
+def updated(optimizer: optax.GradientTransformation, grads: Grads, state: Tree, params: Params, loss: Array) -> tuple[Params, Tree]:
+    """The parameters and the state after an update, which is given the value of the loss unless it does not take it.
+
+    Raises:
+        OptimizerError: it wants to call the loss, or makes updates of other shapes, as of gradients of each example.
+    """
+    whole = optax.with_extra_args_support(optimizer)
+    try:
+        try:
+            updates, state = whole.update(grads, state, params, value=loss)
+        except TypeError as error:
+            if not _NO_VALUE.search(str(error)):
+                raise
+            updates, state = whole.update(grads, state, params)
+        new, found = optax.apply_updates(params, updates), jax.tree.structure(params).flatten_up_to(updates)
+    except JaxppError:  # of ``trains.part_of``
+        raise
+    except Exception as error:
+        if isinstance(error, (TypeError, ValueError)) and _WANTS_LOSS.search(str(error)):
+            sees = "gradients, its state, the parameters and the value of the loss"
+            rule = f"an optimizer sees {sees}, and cannot call the loss again"
+            fix = "use a transformation that needs no more, such as optax.adamw or optax.sgd"
+            raise OptimizerError("optimizer", rule, str(error).rstrip("."), fix) from error
+        what = "the optimizer's update(grads, state, params)"
+        error.add_note(f"jaxpp: raised while tracing {what}; a transformation that takes more is given value=loss")
+        raise
+    pairs = zip(jax.tree_util.tree_leaves_with_path(params), map(np.shape, found), strict=True)
+    odd = [(path, leaf, shape) for (path, leaf), shape in pairs if shape not in ((), leaf.shape)]
+    if odd:
+        rule = "an optimizer is given the gradients of a mean over examples, not of each example, and updates whole parameters"
+        got = [f"{path_name(path)}: {describe(leaf)}, and its update has the shape {shape}" for path, leaf, shape in odd]
+        raise OptimizerError("optimizer", rule, got, "use a transformation whose updates have the shapes of the parameters")
+    return new, state
+
+
 def traced_update(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> tuple[Graph, Tree]:
     """The flat graph of an update, from gradients, state, parameters and loss to parameters and state; the shapes of the state."""
     flat, leaves = _flat(optimizer, params, loss), jax.tree.leaves(params)
-    return _trace_update(flat.update, leaves, flat.opt_leaves, leaves, loss), flat.opt_tree.unflatten(flat.opt_leaves)
+    graph = flat.graph or trace(flat.update, leaves, flat.opt_leaves, leaves, loss)[0]
+    return graph, flat.opt_tree.unflatten(flat.opt_leaves)
 
 
 class _Flat(NamedTuple):
@@ -132,16 +170,17 @@ class _Flat(NamedTuple):
     update: Callable[..., list[Array]]  # gradients, state, parameters, loss
     opt_leaves: Sequence[Aval]
     opt_tree: Tree
+    graph: Graph | None = None  # of the update; None where slices are updated
     objections: Mapping[int, str] = MappingProxyType({})  # what slices forbid, by leaf of the user's tree
 
 
 def _flat(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> _Flat:
     nodes = jax.tree.leaves(params, is_leaf=is_slices)
-    whole = _flat_whole(optimizer, assembled_shapes(params))
-    if not any(map(is_slices, nodes)):
+    whole = _flat_whole(optimizer, assembled_shapes(params), loss)
+    if whole.graph is None or not any(map(is_slices, nodes)):
         return whole
     leaves, count, opts = jax.tree.leaves(assembled_shapes(params)), len(nodes), whole.opt_leaves
-    update = open_conditions(_trace_update(whole.update, leaves, opts, leaves, loss))
+    update = open_conditions(whole.graph)
     init, _ = trace(whole.init, leaves)
     held = [Along(node.axis, tuple(rows(node.sizes)), sum(node.sizes)) if isinstance(node, Slices) else None for node in nodes]
     kept = list[Along | None]([None] * len(opts))
@@ -163,7 +202,7 @@ def _flat(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -
         lambda grads, opt, params, loss: done.run(*grads, *opt, *params, loss),
         opt_leaves,
         opt_tree,
-        wrong,
+        objections=wrong,
     )
 
 
@@ -172,39 +211,81 @@ def _divided_shape(aval: Aval, along: Along | None) -> Aval | Slices:
     return Slicing((tuple(sizes),), (along.axis if along else 0,)).of([aval])[0]
 
 
-def _flat_whole(optimizer: optax.GradientTransformation, params: Params) -> _Flat:
-    """An optimizer as functions of flat lists; it sees the floating leaves alone, and the others stay as they are."""
-    tree = jax.tree.structure(params)
+def _flat_whole(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> _Flat:
+    """An optimizer as functions of flat lists; it sees the floating leaves alone, and the others stay as they are.
+
+    An update may return a leaf of the state in another type than init makes it in: where a hyperparameter is an array of float32, a
+    moment of a bfloat16 parameter is float32 from the first update on. Such a leaf has its last type from the beginning.
+    """
+    leaves, tree = jax.tree.flatten(params)
     try:
-        opt_leaves, opt_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, floating(params)))
+        made = jax.eval_shape(optimizer.init, floating(params))
     except Exception as error:
         error.add_note("jaxpp: raised while tracing the optimizer's init(params)")
         raise
-    with_value = optax.with_extra_args_support(optimizer)
+    opt_leaves, opt_tree = jax.tree.flatten(made)
+    opt_leaves = _types_of(opt_leaves)
 
     def init(params: list[Array]) -> list[Array]:
-        return jax.tree.leaves(optimizer.init(floating(tree.unflatten(params))))
+        made = map(jnp.asarray, jax.tree.leaves(optimizer.init(floating(tree.unflatten(params)))))
+        return [leaf if leaf.dtype == like.dtype else leaf.astype(like.dtype) for leaf, like in zip(made, opt_leaves, strict=True)]
 
     def update(grads: Sequence[Array], opt: Sequence[Array], params: Sequence[Array], loss: Array) -> list[Array]:
         whole = tree.unflatten(params)
         seen, grads = floating(whole), masked_like(tree.unflatten(grads), whole)
-        updates, new_opt = with_value.update(grads, opt_tree.unflatten(opt), seen, value=loss)
-        return [*jax.tree.leaves(with_others(optax.apply_updates(seen, updates), whole)), *jax.tree.leaves(new_opt)]
+        new, state = updated(optimizer, grads, opt_tree.unflatten(opt), seen, loss)
+        return [*jax.tree.leaves(with_others(new, whole)), *jax.tree.leaves(state)]
 
-    return _Flat(init, update, opt_leaves, opt_tree)
+    graph, _ = trace(update, leaves, opt_leaves, leaves, loss)
+    known = [opt_leaves]
+    while (found := _returned(opt_tree, opt_leaves, graph.outputs[len(leaves) :])) not in known:
+        opt_leaves, (graph, _) = found, trace(update, leaves, found, leaves, loss)
+        known.append(found)
+    run = graph.function(range(len(graph.eqns)), [*graph.inputs, *graph.constants], graph.outputs)
+    constants = graph.constants.values()
+    return _Flat(
+        init,
+        lambda grads, opt, params, loss: run(*grads, *opt, *params, loss, *constants),
+        opt_leaves,
+        opt_tree,
+        graph,
+    )
 
 
-def _trace_update(update: Callable[..., list[Array]], *shapes: Tree) -> Graph:
-    try:
-        return trace(update, *shapes)[0]
-    except Exception as error:
-        if isinstance(error, TypeError) and _LINE_SEARCH.search(str(error)):
-            sees = "gradients, its state, the parameters and the value of the loss"
-            rule, fix = f"an optimizer sees {sees}, and cannot call the loss again", "use a transformation without a line search"
-            raise OptimizerError("optimizer", rule, str(error), f"{fix}, such as optax.adamw or optax.sgd") from error
-        what = "the optimizer's update(grads, state, params)"
-        error.add_note(f"jaxpp: raised while tracing {what}; a transformation that takes more is given value=loss")
-        raise
+def _returned(tree: Tree, before: Sequence[Aval], after: Sequence[Atom]) -> list[jax.ShapeDtypeStruct]:
+    """The leaves of an optimizer's state as an update returns them.
+
+    Raises:
+        OptimizerError: they have other shapes than those it is given, or numbers that cannot hold those it is given.
+    """
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree.unflatten(before))]
+    new = _types_of(map(aval_of, after))
+    pairs = list(zip(paths, before, new, strict=False))
+    wrong = [
+        f"opt_state{path}: {describe(a)}, then {describe(b)}" for path, a, b in pairs if a.shape != b.shape or not _holds(a, b)
+    ]
+    if len(new) != len(before):
+        wrong = [f"{len(before)} arrays, then {len(new)}"]
+    if wrong:
+        rule = (
+            "an update returns each array of the optimizer's state in the shape in which init makes it, and in a type that holds it"
+        )
+        raise OptimizerError("optimizer", rule, wrong, "let init make the state as update returns it")
+    return new
+
+
+def _types_of(avals: Iterable[Aval]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals]
+
+
+def _holds(before: Aval, after: Aval) -> bool:
+    """Whether numbers of one type are also numbers of another one; those of a count are small."""
+    if before.dtype == after.dtype:
+        return True
+    if any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in (before, after)):
+        return False
+    counts = jnp.issubdtype(before.dtype, jnp.integer) and jnp.issubdtype(after.dtype, jnp.inexact)
+    return counts or np.can_cast(before.dtype, after.dtype)
 
 
 def _wide(grad: Array) -> Array:

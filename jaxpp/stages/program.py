@@ -106,6 +106,8 @@ class Fused(Backward):
 
 
 SMALL = 1 << 12  # Bytes up to which an array is packed
+_MANY = 64  # arrays from which on a vector is divided, into vectors of ``_FEW``
+_FEW = 16
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,9 @@ def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int =
     Truth values along one axis, such as a mask of channels, go into the vector of the narrowest numbers, if they are small there:
     one kernel packs both. Not those of a matrix: a product may read what they select, and XLA for GPUs fails to compile a product
     into which it has fused their comparison with zero.
+
+    XLA compiles a kernel for each place in a vector from which it reads an array of a shape, and only once for the same place of
+    another vector. Many arrays are therefore divided among short vectors, those of a shape side by side.
     """
     groups: dict[DType, dict[Ref, Aval]] = {}
     for ref, aval in zip(refs, avals, strict=True):
@@ -159,11 +164,19 @@ def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int =
         along_one = {ref: aval for ref, aval in truths.items() if math.prod(aval.shape) == longest[ref]}
         groups[narrowest] |= {ref: aval for ref, aval in along_one.items() if longest[ref] * narrowest.itemsize <= limit}
         truths = {ref: aval for ref, aval in truths.items() if ref not in groups[narrowest]}
-    packs = [*groups.values(), *([truths] if len(truths) > 1 else [])]
+    packs = [pack for group in (*groups.values(), truths) for pack in _short(group) if len(pack) > 1]
     return tuple(
         Pack(replace(name, index=-1 - k), tuple(pack), tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in pack.values()))
         for k, pack in enumerate(packs)
     )
+
+
+def _short(group: Mapping[Ref, Aval]) -> list[dict[Ref, Aval]]:
+    """The arrays of a vector, as those of several if they are many."""
+    if len(group) <= _MANY:
+        return [dict(group)]
+    alike = sorted(group.items(), key=lambda pair: (pair[1].dtype == bool, pair[1].shape))  # numbers first, as in one vector
+    return [dict(alike[k : k + _FEW]) for k in range(0, len(alike), _FEW)]
 
 
 def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] = ()) -> Program:

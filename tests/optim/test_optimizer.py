@@ -1,5 +1,7 @@
 """Any optax optimizer, exactly as on one device: every leaf of parameters and state, over several steps."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import jaxpp
 from jaxpp.errors import OptimizerError
 from jaxpp.optim.owners import plan_update
 from jaxpp.verify import compare
-from tests.models import gpt_case, mlp_case
+from tests.models import PARAMS, X, gpt_case, loss_fn, mlp_case, pipeline
 
 
 def matrices(params):
@@ -98,11 +100,117 @@ def test_a_global_norm_needs_the_scalars_first():
     assert levels(OPTIMIZERS["clip"]()) == {0: {0, 1}, 1: {0, 2}, 2: {0, 2}}
 
 
-def test_an_optimizer_that_calls_the_loss_is_refused():
+ARGUMENTS = {
+    "adv_optimizer": optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
+    "base_optimizer": optax.adam(1e-2),
+    "clipping": 0.1,
+    "decay": 0.9,
+    "eta": 0.1,
+    "f": lambda updates, params: updates,
+    "freeze_mask": matrices,
+    "gamma": 0.5,
+    "inner": optax.adam(1e-2),
+    "inner_factory": optax.adam,
+    "l2_norm_clip": 1.0,
+    "learning_rate": 1e-2,
+    "mask": matrices,
+    "max_backtracking_steps": 3,
+    "max_consecutive_errors": 2,
+    "max_delta": 0.1,
+    "max_linesearch_steps": 3,
+    "max_norm": 0.1,
+    "measure": lambda *args, **kwargs: jnp.zeros(()),
+    "measure_name": "m",
+    "noise_multiplier": 0.1,
+    "optimizer": optax.adam(1e-2),
+    "param_labels": lambda params: jax.tree.map(lambda leaf: "a" if leaf.ndim > 1 else "b", params),
+    "seed": 0,
+    "should_transform_fn": lambda step, **_: step > 1,
+    "step_size": 0.1,
+    "step_size_fn": lambda count: 0.1 / (count + 1),
+    "threshold": 0.1,
+    "transforms": {"a": optax.adam(1e-2), "b": optax.sgd(1e-2)},
+    "tx": optax.adam(1e-2),
+}
+CALLING_THE_LOSS = {"lbfgs", "scale_by_backtracking_linesearch", "scale_by_zoom_linesearch", "sophia"}
+PER_EXAMPLE = {"differentially_private_aggregate", "dpsgd"}
+UNTRACED = {
+    "inject_stateful_hyperparams": "deprecated",
+    "lookahead": "its parameters are pairs",
+    "measure_with_ema": "its measure depends on what it measures",
+    "chain": "of nothing it fails in optax",
+    "named_chain": "of nothing it fails in optax",
+    "scale_by_muon": "without the numbers of the dimensions it fails in optax",
+    "stateless_with_tree_map": "its function takes leaves",
+}
+
+
+def all_of_optax():
+    for module in (optax, optax.contrib):
+        for name, make in sorted(vars(module).items()):
+            if name[0] != "_" and name not in UNTRACED and inspect.isroutine(make):
+                signature = inspect.signature(make)
+                needed = [key for key, each in signature.parameters.items() if each.default is each.empty and key in ARGUMENTS]
+                if "GradientTransformation" in str(signature.return_annotation):
+                    yield name, make, {key: ARGUMENTS[key] for key in needed}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key will be required")
+def test_every_optimizer_of_optax_is_placed_or_refused_by_name():
+    params = {f"{kind}{k}": jax.ShapeDtypeStruct((4, 4) if kind == "w" else (4,), "float32") for kind in "bw" for k in range(3)}
+    refused, placed = set(), set()
+    for name, make, arguments in all_of_optax():
+        optimizer = make(**arguments)
+        optimizer = optimizer(1e-2) if name == "inject_hyperparams" else optimizer
+        try:
+            plan_update(optimizer, params, (0, 1, 2) * 2, 2, jax.ShapeDtypeStruct((), jnp.float32))
+            placed.add(name)
+        except OptimizerError:
+            refused.add(name)
+    assert refused == CALLING_THE_LOSS | PER_EXAMPLE
+    assert {"sam", "momo", "polyak_sgd", "split_real_and_imaginary", "schedule_free"} <= placed
+
+
+@pytest.mark.parametrize("optimizer", [optax.lbfgs(), optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)])
+def test_an_optimizer_that_calls_the_loss_is_refused(optimizer):
     case = mlp_case()
-    pipe = jaxpp.Pipeline(case.loss_fn, optax.lbfgs(), num_stages=2, has_aux=True)
+    pipe = jaxpp.Pipeline(case.loss_fn, optimizer, num_stages=2, has_aux=True)
     with pytest.raises(OptimizerError, match="cannot call the loss again"):
         pipe.init(case.init, jax.random.key(0), case.batch)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1e-2, 0.0, 9)),
+        optax.contrib.sam(optax.adam(1e-2), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), sync_period=2),
+    ],
+    ids=["moments of bfloat16 that become float32", "no value of the loss"],
+)
+def test_steps_equal_plain_optax_where_the_state_changes_its_types_and_where_it_takes_no_value(optimizer):
+    params = {name: leaf.astype("bfloat16") if name == "b" else leaf for name, leaf in PARAMS.items()}
+    state, wanted = (pipe := pipeline(optimizer=optimizer)).init(params, X), (params, optimizer.init(params))
+    grad_of = jaxpp.value_and_grad(loss_fn, num_stages=1, num_microbatches=2)  # which has the rounding of bfloat16
+    update = jax.jit(optimizer.update)
+    for _ in range(3):
+        updates, opt_state = update(grad_of(wanted[0], X)[1], wanted[1], wanted[0])
+        wanted = optax.apply_updates(wanted[0], updates), opt_state
+        state, _ = pipe.step(state, X)
+        assert [leaf.dtype for leaf in jax.tree.leaves(state.opt_state)] == [leaf.dtype for leaf in jax.tree.leaves(opt_state)]
+    compare("", (state.params, state.opt_state), wanted)
+
+
+def test_a_state_that_an_update_returns_otherwise_is_refused_before_anything_is_compiled():
+    def changing(before, after):
+        return optax.GradientTransformation(lambda params: {"m": before}, lambda updates, state, params=None: (updates, after))
+
+    for after, line in (
+        ({"m": jnp.zeros(3)}, r"opt_state\['m'\]: f32\[\], then f32\[3\]"),
+        ({"m": jnp.zeros((), "bfloat16")}, r"opt_state\['m'\]: f32\[\], then bf16\[\]"),
+        ({"m": 0.0, "n": 1.0}, "1 arrays, then 2"),
+    ):
+        with pytest.raises(OptimizerError, match=line):
+            pipeline(optimizer=changing(jnp.zeros(()), after)).init(PARAMS, X)
 
 
 def test_an_optimizer_that_would_move_large_arrays_is_refused_and_says_which():

@@ -170,6 +170,23 @@ def test_small_truth_values_lie_in_the_vector_of_the_narrowest_small_numbers():
         assert [pack.aval.dtype for pack in packs_of(refs[: len(given)], given, Ref(Role.RESIDUAL))] == dtypes
 
 
+def test_many_small_arrays_lie_in_short_vectors_at_few_different_places():
+    """XLA compiles a kernel for each place of a vector: for 1,000 leaves the updates took 30 seconds, and plain JAX's step 4."""
+    arrays = [jnp.full((2, 3) if k % 2 else (3,), k, "float32") for k in range(240)]
+    refs = [Ref(Role.GRAD, k) for k in range(len(arrays))]
+    packs = packs_of(refs, arrays, Ref(Role.GRAD))
+    given = dict(zip(refs, arrays, strict=True))
+    found = {ref: part for pack in packs for ref, part in pack.split(pack.join(given)).items()}
+    assert found.keys() == given.keys()
+    for ref, part in found.items():
+        np.testing.assert_array_equal(part, given[ref])
+    pairs = [(pack.aval.shape, *pair) for pack in packs for pair in zip(pack.bounds, pack.avals, strict=True)]
+    assert len({(whole, place, aval.shape) for whole, place, aval in pairs}) < 70
+    assert len(packs) < len(arrays) / 10, "each vector costs the host as much as a leaf"
+    assert len({pack.ref for pack in packs}) == len(packs)
+    assert len(packs_of(refs[:64], arrays[:64], Ref(Role.GRAD))) == 1
+
+
 @pytest.mark.targets
 def test_on_a_gpu_small_statics_are_made_by_one_kernel_and_sliced_by_none():
     pytest.importorskip("jax_plugins.xla_cuda12")
