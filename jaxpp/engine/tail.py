@@ -17,7 +17,7 @@ class Tail:
 
     def __init__(self, plan: Plan, lowered: LoweredStep, flow: Flow, slots: Slots):
         self.plan, self.lowered, self.flow, self._slots = plan, lowered, flow, slots
-        late = [lowered.bound.resolve(name) in self.flow.late for name in lowered.outputs]
+        late = [name in self.flow.late for name in lowered.outputs]
         values: Slots = [None if one else slots[slot] for one, slot in zip(late, plan.outputs, strict=True)]
         self.first = lowered.outcome(values)  # what the body has made; None for the rest
         self._left = iter(plan.instructions[self.flow.body :])
