@@ -75,4 +75,6 @@ def _key(key: Key | None) -> str:
 
 
 def _name(name: Name) -> str:
-    return f"{name.stage}.{name.ref.role}{name.ref.index}.{name.ref.peer}.{name.microbatch}"
+    ref = name.ref
+    parts = name.stage, f"{ref.role}{ref.index}", ref.source, ref.variant, int(ref.new), name.microbatch, name.visit, name.run
+    return ".".join(map(str, parts))

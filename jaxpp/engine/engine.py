@@ -335,7 +335,24 @@ class Engine:
             made = step, lower(step, actions, offloaded=self.options.offloaded if train else (), pairs=pairs)
             kept = self._keep(shape, lambda kept: kept.steps.update({(train, fused): made}))
         step, lines = kept.steps[train, fused]
-        builder, names = lines.copy(), self.placed.names_on_devices
+        builder = lines.copy()
+        found = self._results(purpose, builder, step, donate=donate)
+        inputs = _read_by(purpose, self.placed.names).flat()
+        inputs += step.given
+        inputs += [] if key is None else [Name(CALLER, Ref(Role.KEY))]
+        if step.visits:
+            builder.lines = early(builder.lines)
+        flat, tree = jax.tree.flatten(found, is_leaf=lambda value: isinstance(value, Name))
+        flat = list(map(builder.first, flat))
+        consumes = purpose == "update" and donate and not any(flags()) and not calls_host(self.update.graph.eqns)
+        builder, flat = self.visited(builder, inputs, flat, consumes=consumes)
+        bound = bind_lines(builder, self.placement)
+        lowered = LoweredStep(bound, step, inputs, tree.unflatten(map(bound.resolve, flat)))
+        return self._in_flow(lowered) if purpose == "update" and self.options.delay and donate else lowered
+
+    def _results(self, purpose: Purpose, builder: Builder, step: Step, *, donate: bool) -> Outcome[Name]:
+        """What the results of a step are called; adds the lines that make them of its gradients."""
+        names = self.placed.names_on_devices
         loss = total_name(step.loss_stage, Role.LOSS) if self.options.is_loss else None
         found: Outcome[Name] = Outcome(loss, aux_names(step))
         states = [
@@ -351,18 +368,7 @@ class Engine:
             found = found._replace(grads=grads, model_state=states)
         else:
             found = found._replace(model_state=states)
-        if jax.process_count() > 1:
-            found = with_reports(found, partial(add_reports, builder, self.placement))
-        inputs = _read_by(purpose, self.placed.names).flat()
-        inputs += step.given
-        inputs += [] if key is None else [Name(CALLER, Ref(Role.KEY))]
-        if step.visits:
-            builder.lines = early(builder.lines)
-        flat, tree = jax.tree.flatten(found, is_leaf=lambda value: isinstance(value, Name))
-        consumes = purpose == "update" and donate and not any(flags()) and not calls_host(self.update.graph.eqns)
-        builder, flat = self.visited(builder, inputs, flat, consumes=consumes)
-        lowered = LoweredStep(bind_lines(builder, self.placement), step, inputs, tree.unflatten(flat))
-        return self._in_flow(lowered) if purpose == "update" and self.options.delay and donate else lowered
+        return with_reports(found, partial(add_reports, builder, self.placement)) if jax.process_count() > 1 else found
 
     def _in_flow(self, lowered: LoweredStep) -> LoweredStep:
         """The step with its lines as body and tail, if the next one can begin before it ends."""
@@ -370,9 +376,8 @@ class Engine:
         seen = any(flags()) or lowered.step.calls_host or calls_host(self.update.graph.eqns)  # by the host, which waits for it
         if seen or self.options.offloaded or self._limit is not None:
             return lowered
-        pairs = zip(self.placed.names.flat(), found.state.flat(), strict=True)
-        state = {bound.resolve(before): bound.resolve(after) for before, after in pairs}
-        wanted = [bound.resolve(name) for name in (found.loss, *found.aux, *found.state.model_state)]
+        state = dict(zip(self.placed.names.flat(), found.state.flat(), strict=True))
+        wanted = [found.loss, *found.aux, *found.state.model_state]
         schedule = self.options.schedule
         lines, flow = in_flow(bound.lines, self.placement.places, schedule, state, wanted)
         return dataclasses.replace(lowered, bound=dataclasses.replace(bound, lines=tuple(lines)), flow=flow)

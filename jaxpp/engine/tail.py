@@ -26,7 +26,7 @@ class Tail:
 
     def __init__(self, engine: object, plan: Plan, lowered: LoweredStep, flow: Flow, slots: Slots):
         self.engine, self.plan, self.lowered, self.flow, self._slots = engine, plan, lowered, flow, slots
-        late = [lowered.bound.resolve(name) in self.flow.late for name in lowered.outputs]
+        late = [name in self.flow.late for name in lowered.outputs]
         values: Slots = [None if one else slots[slot] for one, slot in zip(late, plan.outputs, strict=True)]
         self.first = lowered.outcome(values)  # what the body has made; None for the rest
         self.lock = threading.RLock()  # held while the rest is handed over, and while anybody takes what it has made

@@ -35,18 +35,17 @@ from jaxpp.forward.ring import AHEAD, Admitted, CompiledPass, Group, Lasting, Pa
 from jaxpp.forward.sampling import NextToken
 from jaxpp.observe.memory.forecast import Change, Forecast, forecast_of, parse_bytes, room_of, with_optimizer
 from jaxpp.observe.memory.ledger import Ledger
-from jaxpp.observe.memory.liveness import Life, Liveness, line_liveness
+from jaxpp.observe.memory.liveness import Life, Liveness, line_liveness, shapes_of_lines
 from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.record import RingPass, Work, check_profile, join_liveness, join_plans, record, schedule_of
-from jaxpp.plan.builder import CALLER, Name
 from jaxpp.plan.step import Leaves
+from jaxpp.runtime.bind import Shapes
 from jaxpp.runtime.execute import Observer
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.validate import check_counts
-from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
-from jaxpp.types import Array, Aval, Device, ForwardFn, Key, Tree
+from jaxpp.types import Array, Aval, ForwardFn, Key, Tree
 
 __all__ = ["Generation", "check_asked", "generation", "one_key"]
 
@@ -488,8 +487,8 @@ def _ring_liveness(kinds: Sequence[_PassKind], alone: Passes, together: Passes, 
     for kind in kinds:
         compiled = kind.passes.prepare(kind.batch, kind.num_beside)
         if id(compiled) not in by_pass:
-            sizes, programs = _argument_bytes(kind.passes, compiled, kind.num_beside), kind.passes.engine.programs
-            by_pass[id(compiled)] = line_liveness(compiled.bound, sizes, compiled.outputs, None, programs)
+            shapes, programs = _shapes_of(kind.passes, compiled, kind.num_beside), kind.passes.engine.programs
+            by_pass[id(compiled)] = line_liveness(compiled.bound, compiled.inputs, compiled.outputs, shapes, None, programs)
         part = by_pass[id(compiled)]
         count = len(part.lines)
         shared = {name: id(value) for name, value in zip(compiled.inputs, compiled.lasting, strict=False)}
@@ -514,15 +513,10 @@ def _ring_liveness(kinds: Sequence[_PassKind], alone: Passes, together: Passes, 
     return dataclasses.replace(whole, lives=(*whole.lives, *lasting), hosted=tuple(hosted))
 
 
-def _argument_bytes(passes: Passes, compiled: CompiledPass, count: int) -> dict[Name, int]:
-    placed, placement = passes.engine.placed, passes.engine.placement
-    avals = [*compiled.lasting, *[*placed.shapes.model_state] * count, *[*compiled.step.batch] * count]
-    return {
-        name: count_bytes(aval)
-        if name.stage == CALLER
-        else placement[name.stage].num_bytes(name.ref, aval, getattr(aval, "sharding", None))
-        for name, aval in zip(compiled.inputs, avals, strict=True)
-    }
+def _shapes_of(passes: Passes, compiled: CompiledPass, count: int) -> Shapes:
+    """The shapes of the values of so many passes side by side."""
+    avals = [*compiled.lasting, *[*passes.engine.placed.shapes.model_state] * count, *[*compiled.step.batch] * count]
+    return shapes_of_lines(passes.engine, compiled.bound, dict(zip(compiled.inputs, avals, strict=True)))
 
 
 def _carries(passes: Passes, count: int) -> Iterator[Life]:
@@ -533,12 +527,8 @@ def _carries(passes: Passes, count: int) -> Iterator[Life]:
 
 
 def _tokens(passes: Passes, compiled: CompiledPass, count: int) -> Iterator[Life]:
-    results: Mapping[Name, tuple[Device, int]] = {
-        name: (line.device, passes.engine.placement[name.stage].num_bytes(name.ref, aval))
-        for line in compiled.bound.lines
-        if line.program is not None
-        for name, aval in zip(line.outputs, line.program.results, strict=True)
-    }
+    shapes, place_of = _shapes_of(passes, compiled, 1), passes.engine.placement
+    made = {name for line in compiled.bound.lines if line.program is not None for name in line.outputs}
     for name in map(compiled.bound.resolve, compiled.outputs):
-        if name.ref.role != Role.STATE and name in results:
-            yield from [Life(name, *results[name], "outputs", 0, 0)] * count
+        if name.ref.role != Role.STATE and name in made:
+            yield from [Life(name, place_of[name.stage].shown, shapes.num_bytes(name), "outputs", 0, 0)] * count

@@ -10,11 +10,11 @@ side by side: a stage works for all of them before the next one does, and what d
 """
 
 import dataclasses
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, cast
 
 import jax
@@ -33,7 +33,7 @@ from jaxpp.plan.builder import Builder, Line, Name, last_uses
 from jaxpp.plan.lower import forward_actions, lower
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Leaves, Step, state_name
-from jaxpp.runtime.bind import Bound, bind_lines, compile_plan
+from jaxpp.runtime.bind import Bound, Shapes, bind_lines, compile_plan
 from jaxpp.runtime.edges import put, to_homes
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.interrupts import despite_ctrl_c
@@ -45,7 +45,6 @@ from jaxpp.types import Array, Aval, Batch, ForwardFn, Key, Leaf, Tree
 
 __all__ = ["AHEAD", "CompiledPass", "Group", "Lasting", "Passes", "Request", "Ring", "check_unstepped", "passes_of", "prompts_of"]
 
-_APART = 4  # between the names of one sequence and of the next: a pass has microbatches numbered from -1 to 1
 AHEAD = 2  # turns that are begun before the tokens of the first of them are read
 
 
@@ -97,19 +96,11 @@ class Lasting:
                     lines.insert(0, line)
             bound = bind_lines(Builder(lines=lines, constants=builder.constants), engine.placement)
             plan, bound = _compile(engine, bound, list(there), missing, there, "for what depends on parameters alone")
-            values = execute(plan, list(there.values())) if self._computes else _shapes_of(bound, there, missing)
+            shapes = Shapes(bound.lines, bound.placement, engine.placed.shapes_by_role, there, bound.chosen)
+            one = functools.cache(shapes.__getitem__)  # object for a value that has two names, because two stages share a device
+            values = execute(plan, list(there.values())) if self._computes else map(one, map(bound.resolve, missing))
             self._values.update(zip((keys[name] for name in missing), values, strict=True))
         return [self._values[keys[name]] for name in wanted]
-
-
-def _shapes_of(bound: Bound, there: Mapping[Name, Leaf], names: Sequence[Name]) -> Sequence[Leaf]:
-    """The shapes of what lines would make; one object for a value that has two names, because two stages share a device."""
-    shapes: dict[Name, Leaf] = dict(there)
-    for line in bound.lines:
-        results = line.program.results if line.program else [shapes[name] for name in line.inputs]
-        for name, aval in zip(line.outputs, results, strict=True):
-            shapes[name] = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=bound.chosen.get(name))
-    return [shapes[bound.resolve(name)] for name in names]
 
 
 class Passes:
@@ -168,7 +159,8 @@ class Passes:
         step = engine.preparer.step(batch, None, train=False)
         builder = lower(step, forward_actions(step.num_stages, 1), lasting)
         carry = list(engine.placed.names_on_devices.model_state)
-        outputs = (*aux_names(step), *(state_name(name.stage, leaf, 1) for leaf, name in enumerate(carry)))
+        outputs = [*aux_names(step), *(state_name(name.stage, leaf, 1) for leaf, name in enumerate(carry))]
+        outputs = tuple(map(builder.first, outputs))
         builder.lines[:] = _in_place(builder.lines, set(carry), set(outputs))
         made = {name for line in lasting.lines for name in line.outputs}
         wanted = [name for name in dict.fromkeys(name for line in builder.lines for name in line.inputs) if name in made]
@@ -176,7 +168,7 @@ class Passes:
         params, values = engine.placed.names.all_params, []
         if self.beside:
             there = {*engine.placed.names_on_devices.all_params, *made, *builder.constants}
-            of_each = [partial(_of_sequence, k, there) for k in range(count)]
+            of_each = [functools.partial(_of_sequence, k, there) for k in range(count)]
             builder = Builder([*lasting.lines, *_side_by_side(builder.lines, of_each)], {**lasting.constants, **builder.constants})
             carries, given, outputs = (
                 tuple(name_of(name) for name_of in of_each for name in names) for names in (carry, step.given, outputs)
@@ -193,7 +185,7 @@ class Passes:
 
 def _of_sequence(number: int, there: Collection[Name], name: Name) -> Name:
     """What a value is called in the pass of one of several sequences, unless all of them read it."""
-    return name if name in there else name._replace(microbatch=name.microbatch + _APART * number)
+    return name if name in there else name._replace(run=number)
 
 
 def _side_by_side(lines: Sequence[Line], names_of: Sequence[Callable[[Name], Name]]) -> Iterator[Line]:
@@ -377,9 +369,9 @@ class Ring:
             group.carry, group.tokens = carry, token
             return
         if group.carry is None or group.tokens is None:
-            group.carry = self._on_each_stage(partial(_stacked, self.group_size), self._empty)
+            group.carry = self._on_each_stage(functools.partial(_stacked, self.group_size), self._empty)
             group.tokens = put(np.zeros((self.group_size, 1, 1), np.int32), self._tokens_home)
-        group.carry = self._on_each_stage(partial(_inserted, np.int32(row)), group.carry, carry)
+        group.carry = self._on_each_stage(functools.partial(_inserted, np.int32(row)), group.carry, carry)
         group.tokens = _replaced(np.int32(row), group.tokens, token)  # the host has yet to read the old ones
 
     def turn(self, groups: Sequence[Group], observer: Observer | None) -> list[NextToken]:
@@ -406,18 +398,18 @@ def _sequence_key(key: Key, number: Array) -> Array:
     return jax.random.key_data(jax.random.fold_in(key, number))
 
 
-@partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def _copies(axes: Sequence[int], leaves: Sequence[Array]) -> list[Array]:
     del axes
     return [jnp.array(leaf, copy=True) for leaf in leaves]
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _stacked(size: int, axes: Sequence[int], leaves: Sequence[Array]) -> list[Array]:
     return [jnp.stack([leaf] * size, axis) for axis, leaf in zip(axes, leaves, strict=True)]
 
 
-@partial(jax.jit, static_argnums=1, donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=2)
 def _inserted(row: Array, axes: Sequence[int], group: Sequence[Array], one: Sequence[Array]) -> list[Array]:
     triples = zip(axes, group, one, strict=True)
     return [jax.lax.dynamic_update_index_in_dim(leaf, new, row, axis) for axis, leaf, new in triples]

@@ -20,13 +20,13 @@ import jax
 from jax.stages import Compiled
 
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.outcome import LoweredStep, Purpose
+from jaxpp.engine.outcome import Purpose
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.tracebacks import entries
-from jaxpp.observe.memory.liveness import result_bytes
+from jaxpp.observe.memory.liveness import step_shapes
 from jaxpp.observe.roofline_figure import Dot, roofline_figure
 from jaxpp.plan.plan import Instruction
-from jaxpp.runtime.bind import BoundLine
+from jaxpp.runtime.bind import BoundLine, Shapes
 from jaxpp.runtime.compile import PlacedProgram
 from jaxpp.runtime.hlo import HloInstruction, Kernel, aliased, float64_in, parse_hlo, read_kernels
 from jaxpp.runtime.replica_groups import Mean
@@ -405,6 +405,7 @@ def programs_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose)
     runs: Counter[tuple[int, int]] = Counter()
     kinds: dict[tuple[int, int], dict[Kind, None]] = {}
     first: dict[tuple[int, int], tuple[str, BoundLine, Compiled]] = {}
+    shapes, paths = step_shapes(engine, lowered), lowered.step.cuts[0].loss.param_paths
     for line, instruction in zip(lowered.bound.lines, plan.instructions, strict=True):
         for name, compiled in _compiled(line, instruction):
             at = line.stage, id(compiled)
@@ -415,7 +416,7 @@ def programs_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose)
     rows = []
     for at, (name, line, compiled) in first.items():
         row = ProgramRow(name, line.stage, ranks[line.stage], line.device, tuple(kinds[at]), runs[at], (), compiled=compiled)
-        rows.append(_read(row, compiled, line, lowered))
+        rows.append(_read(row, compiled, line, paths, shapes))
     remarked = [] if lowered.bound.numbers is None else ["the programs are those of this process, one of several"]
     if any(place.axis_sizes for place in engine.placement.places):
         remarked.append("a program runs on all devices of a mesh, and its numbers are those of one of them")
@@ -434,7 +435,7 @@ def _compiled(line: BoundLine, instruction: Instruction) -> list[tuple[str, Comp
     return [(instruction.about.program, instruction.call)]
 
 
-def _read(row: ProgramRow, compiled: Compiled, line: BoundLine, lowered: LoweredStep) -> ProgramRow:
+def _read(row: ProgramRow, compiled: Compiled, line: BoundLine, paths: Sequence[str], shapes: Shapes) -> ProgramRow:
     """The row with what its compiled program says of itself."""
     text, memory = compiled.as_text() or "", compiled.memory_analysis()
     kernels, target = read_kernels(text), target_of(line.place.devices[0])
@@ -446,18 +447,20 @@ def _read(row: ProgramRow, compiled: Compiled, line: BoundLine, lowered: Lowered
         row = replace(row, roofline=program_roofline(kernels, target), short=short)
     row = replace(row, num_arguments=len(jax.tree.leaves(compiled.in_avals)), num_donated=len(aliased(text)))
     row = replace(row, kernels=kernels, has_float64=float64_in(text))
-    return row if line.placed is None else _read_values(row, text, line, line.placed, lowered)
+    return row if line.placed is None else _read_values(row, text, line, line.placed, paths, shapes)
 
 
-def _read_values(row: ProgramRow, text: str, line: BoundLine, job: PlacedProgram, lowered: LoweredStep) -> ProgramRow:
+def _read_values(
+    row: ProgramRow, text: str, line: BoundLine, job: PlacedProgram, paths: Sequence[str], shapes: Shapes
+) -> ProgramRow:
     """The row with what is known of the values that its program reads and returns."""
     program, place = job.program, job.place
-    results = list(zip(program.outputs, program.results, result_bytes(lowered.bound, line, job), strict=True))
+    results = list(zip(program.outputs, program.results, map(shapes.num_bytes, line.outputs), strict=True))
     kept = tuple(Kept(describe(aval), size) for ref, aval, size in results if ref.role == Role.RESIDUAL)
     crossing = sum(size for ref, _, size in results if ref.role in (Role.ACTIVATION, Role.COTANGENT))
     read = zip(program.inputs, program.avals, strict=True)
     crossing += sum(place.num_bytes(ref, aval) for ref, aval in read if ref.role in (Role.ACTIVATION, Role.BATCH, Role.COTANGENT))
-    paths, weights = lowered.step.cuts[0].loss.param_paths, dict[int, str]()
+    weights = dict[int, str]()
     for number, (ref, aval) in enumerate(zip(program.inputs, program.avals, strict=True)):
         if ref.role in (Role.PARAM, Role.STATIC) and sum(size > 1 for size in aval.shape) > 1:
             named = ref.role == Role.PARAM and 0 <= ref.index < len(paths)

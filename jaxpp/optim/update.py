@@ -118,7 +118,6 @@ class Update:
         )
 
 
-_NEW = 1  # marks the name of a parameter or optimizer leaf as the one after the update
 _LARGE = 1 << 27  # bytes of arguments above which an update holds little at once, rather than update all leaves side by side
 
 
@@ -238,7 +237,7 @@ class _Writer:
 
     def _new(self, stage: int, k: int) -> Name:
         if k < len(self.old):
-            return Name(stage, replace(self.source[self.old[k]].ref, peer=_NEW))
+            return Name(stage, replace(self.source[self.old[k]].ref, new=True))
         return self._fresh(stage, self.update.graph.outputs[k])
 
     def _compute(self, part: UpdatePart, mine: Sequence[int]) -> list[Name]:

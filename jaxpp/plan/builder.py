@@ -6,7 +6,7 @@ Looking values up by name, flattening trees and checking shapes costs more than 
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
@@ -23,11 +23,13 @@ CALLER = -1  # the stage number of values that come from the caller
 
 
 class Name(NamedTuple):
-    """A value of a step: the stage that holds it, what it is there, and of which microbatch (-1: of the whole step)."""
+    """A value of a step: the stage that holds it, and what it is there."""
 
     stage: int
     ref: Ref
-    microbatch: int = -1
+    microbatch: int = -1  # of which it is; -1: of the whole step
+    visit: int = -1  # of what is on devices only while it is used: in which of its visits
+    run: int = 0  # where a plan has the lines of a step several times (for each sequence, for steps in flow): in which of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +109,7 @@ class Builder:
 
     lines: list[Line] = field(default_factory=list)
     constants: dict[Name, Constant] = field(default_factory=dict)
+    aliases: dict[Name, Name] = field(default_factory=dict)  # for another name of a value, its first
 
     def compute(
         self,
@@ -121,21 +124,32 @@ class Builder:
     ) -> None:
         """Run a program where a stage lives; its accumulators are donated unless ``donated`` says otherwise."""
         donated = program.donated if donated is None else donated
-        self.lines.append(Line(label, stage, program, donated, tuple(inputs), tuple(outputs), action, fused=fused))
+        self.lines.append(Line(label, stage, program, donated, self._first(inputs), self._first(outputs), action, fused=fused))
 
     def call(
         self, label: str, call: LineCall, stage: int, inputs: Sequence[Name], outputs: Sequence[Name], action: Action | None = None
     ) -> None:
         """Run what is not one program."""
-        self.lines.append(Line(label, stage, None, (), tuple(inputs), tuple(outputs), action, call))
+        self.lines.append(Line(label, stage, None, (), self._first(inputs), self._first(outputs), action, call))
 
     def send(self, label: str, source: Name, target: Name, action: Action | None = None) -> None:
         """Make a value known to the stage of ``target`` by that name; where it is there already, nothing is sent."""
-        self.lines.append(Line(label, target.stage, None, (), (source,), (target,), action))
+        self.lines.append(Line(label, target.stage, None, (), self._first([source]), (target,), action))
+
+    def rename(self, source: Name, target: Name) -> None:
+        """Give a value another name at its stage: whoever reads that from now on reads the value."""
+        self.aliases[target] = self.first(source)
+
+    def first(self, name: Name) -> Name:
+        """The first name of a value."""
+        return self.aliases.get(name, name)
+
+    def _first(self, names: Iterable[Name]) -> tuple[Name, ...]:
+        return tuple(map(self.first, names))
 
     def copy(self) -> "Builder":
         """A builder with the same lines, to which others can be added."""
-        return Builder(list(self.lines), dict(self.constants))
+        return Builder(list(self.lines), dict(self.constants), dict(self.aliases))
 
 
 def last_uses(lines: Sequence[Line]) -> Mapping[Name, int]:

@@ -188,8 +188,8 @@ def _batch(builder: Builder, step: Step, stage: int) -> list[_Part]:
         return []
     names, count = [Name(stage, Ref(Role.BATCH, k)) for k in leaves], len(step.sizes)
     if count == 1:
-        for k, whole in zip(leaves, names, strict=True):
-            builder.send(f"batch leaf {k} of the only microbatch", whole, whole._replace(microbatch=0))
+        for whole in names:
+            builder.rename(whole, whole._replace(microbatch=0))
         return []
 
     def split(*batch: Array) -> list[Array]:
@@ -222,8 +222,8 @@ def _scales(builder: Builder, step: Step, stage: int) -> list[_Part]:
         builder.constants |= dict(zip(names, _shares(step), strict=True))
         return []
     source, here = Name(step.loss_stage, Ref(Role.SCALE)), Name(stage, Ref(Role.SCALE))
-    if stage == step.loss_stage:
-        names_in = [Name(stage, replace(ref, peer=-1), ref.peer) for ref in step.weigh.inputs]
+    if stage == step.loss_stage and step.weights is not None:
+        names_in = [step.given[place]._replace(stage=stage) for place in step.weights.places]
         builder.compute("weigh", step.weigh, stage, names_in, [source], ())
     else:
         builder.send(f"send scales to stage {stage}", source, here)
@@ -301,7 +301,6 @@ def _act(
     label, cut = str(last), step.cuts[step.variants[i]]
     inputs = offloading.current([step.local_name(stage, ref, i) for ref in program.inputs])
     outputs = [step.local_name(stage, ref, i + (ref.role == Role.STATE), step.variants[i]) for ref in program.outputs]
-    outputs = [name._replace(microbatch=i) if name.ref.role == Role.GRAD and name.ref.peer == stage else name for name in outputs]
     builder.compute(label if fused is None else f"{action} {last}", program, stage, inputs, outputs, action=action, fused=fused)
     for ref in program.outputs:
         peers = cut.consumers[ref.index] if ref.role == Role.ACTIVATION else ()
@@ -341,7 +340,7 @@ class _ModelState:
         for leaf in self._fixed if self._step.num_replicas > 1 else ():
             stage, last = self._step.state_owner[leaf], len(self._step.sizes)
             old, new = (state_name(stage, leaf, i, shared=True) for i in (0, last))
-            self._builder.send(f"rename model state {leaf} of stage {stage}", old, new)
+            self._builder.rename(old, new)
 
     @property
     def _fixed(self) -> frozenset[int]:
@@ -371,9 +370,12 @@ class _ModelState:
         source, target = self._find(leaf, microbatch), state_name(stage, leaf, microbatch)
         if target not in self._there:
             self._there.add(target)
-            near = self._sent.setdefault((source, stage), target)  # what a stage was sent serves as long as nobody changes it
+            near = source if source.stage == stage else self._sent.setdefault((source, stage), target)
+            if near != target:  # what a stage was sent serves as long as nobody changes it
+                self._builder.rename(near, target)
+                return
             path = self._step.cuts[0].loss.state_paths[leaf]
-            self._builder.send(f"send {path} to stage {stage} for {reader}", source if near == target else near, target)
+            self._builder.send(f"send {path} to stage {stage} for {reader}", source, target)
 
     def _find(self, leaf: int, microbatch: int) -> Name:
         while (leaf, microbatch) not in self._made:
@@ -402,24 +404,24 @@ class _Scattering:
         """The program of an action that adds its gradients to what replicas hold of them."""
         if not self._step.scattered or all(ref.role != Role.GRAD for ref in program.outputs):
             return program
-        return (self._onto if self._step.num_shards == 1 else self._apart)(action.stage, program)
+        return self._onto(action.stage, program) if self._step.num_shards == 1 else self._apart(program)
 
     def behind(self, action: Action, program: Program) -> None:
         """Write the line that adds what an action's program leaves to be added."""
         stage, _, i = action
-        made = tuple(ref for ref in program.outputs if ref.role == Role.GRAD and ref.peer == stage)
+        made = tuple(ref for ref in program.outputs if ref.role == Role.ADDEND)
         if made:
-            totals = tuple(replace(ref, peer=-1) for ref in made)
+            totals = tuple(replace(ref, role=Role.GRAD) for ref in made)
             avals = shapes_of(self._avals[stage][ref] for ref in totals)
             make = functools.partial(Program, _same, made, totals, avals, name=f"stage_{stage}_scatter")
             scatter = self._onto(stage, self._step.once(("scatter", stage, made), make))
-            names = [[Name(stage, ref, i if ref in made else -1) for ref in refs] for refs in (scatter.inputs, scatter.outputs)]
+            names = [[self._step.local_name(stage, ref, i) for ref in refs] for refs in (scatter.inputs, scatter.outputs)]
             sums = tuple(range(len(made), len(scatter.inputs)))  # no result is as large as what is scattered
             self._builder.compute(f"scatter gradients of {action}", scatter, stage, names[0], names[1], sums)
 
-    def _apart(self, stage: int, program: Program) -> Program:
+    def _apart(self, program: Program) -> Program:
         """The program with a name for its own gradients."""
-        outputs = tuple(replace(ref, peer=stage) if ref.role == Role.GRAD else ref for ref in program.outputs)
+        outputs = tuple(replace(ref, role=Role.ADDEND) if ref.role == Role.GRAD else ref for ref in program.outputs)
         return self._step.once(("apart", program), lambda: replace(program, outputs=outputs))
 
     def _onto(self, stage: int, program: Program) -> Program:
@@ -500,7 +502,7 @@ def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> No
     back: dict[int, list[Name]] = {}
     for stage, grad in sums.coming_home:
         ref = step.sum_of(grad)
-        target = Name(home, replace(ref, peer=stage))
+        target = Name(home, replace(ref, source=stage))
         path = step.cuts[0].loss.param_paths[ref.index]
         builder.send(f"send grad of {path} to stage {home}", Name(stage, ref), target)
         back.setdefault(ref.index, [Name(home, ref)]).append(target)
@@ -536,7 +538,7 @@ def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) 
     names = [Name(stage, ref) for ref in refs], [total_name(stage, ref.role, ref.index) for ref in refs]
     if step.num_replicas == 1:
         for source, target in zip(*names, strict=True):
-            builder.send(f"rename {source.ref.role} {source.ref.index} of stage {stage}", source, target)
+            builder.rename(source, target)
     elif totals:
         avals, outputs = shapes_of(aval for _, aval in totals), tuple(name.ref for name in names[1])
         make = functools.partial(Program, _same, refs, outputs, avals, sums=True, name=f"stage_{stage}_total")
@@ -561,10 +563,10 @@ def _reduce(builder: Builder, step: Step) -> None:
                     weights = jnp.asarray(sizes, weights.dtype) / sum(sizes)
                 return [reducer(args[: len(sizes)], weights)]
 
-            refs = tuple(Ref(role, ref.index, i) for role in (Role.ROWS, Role.SCALE) for i in range(count))
+            refs = tuple(name.ref for name in names)
             output = total_name(stage, Role.AUX, ref.index)
             if count == 1 and step.num_replicas == 1 and (isinstance(reducer, Join) or reducer is REDUCERS["last"]):
-                builder.send(f"aux {ref.index} of the only microbatch", names[0], output)
+                builder.rename(names[0], output)
                 continue
             program = Program(reduced, refs, (output.ref,), shapes_of(avals), name=f"stage_{stage}_reduce_aux_{ref.index}")
             if step.num_replicas > 1:

@@ -5,7 +5,7 @@ Weights without a mean make a step of NaN: constant ones are refused when traced
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def weigh(
     used = [k for k, var in enumerate(graph.inputs) if var in read]
     run = graph.function(range(len(graph.eqns)), [*(graph.inputs[k] for k in used), *graph.constants], graph.outputs)
     values = list(graph.constants.values())
-    refs = tuple(replace(given[place].ref, peer=given[place].microbatch) for place in used)
+    refs = tuple(given[place].ref for place in used)
     shapes = shapes_of(leaves[k] for k in used)
     does = fingerprint(graph.eqns, [graph.inputs[k] for k in used], graph.outputs[:1], graph.constants)
     scale = ComparableFunction(lambda *args: run(*args, *values)[:1], does)

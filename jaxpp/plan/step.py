@@ -163,7 +163,7 @@ class Step:
             code = self.cuts[variant].stages[stage]
             constants = {Ref(Role.CONSTANT, k): id(value) for k, value in enumerate(code.constants)}
             for ref in (*constants, *code.statics.outputs):
-                name, does = Name(stage, replace(ref, peer=variant)), constants.get(ref)
+                name, does = Name(stage, replace(ref, variant=variant)), constants.get(ref)
                 if ref in code.static_does:
                     made, inputs = code.static_does[ref]
                     does = made, tuple(constants.get(given, given) for given in inputs)

@@ -192,7 +192,7 @@ class Visits:
     def _visited(self, number: int, line: Line) -> Line:
         """The line with the names that its values have in their visits; notes what is copied and computed around it."""
         touched = self._touched(line)
-        named = {name: name._replace(microbatch=self._values[name].touches[number]) for name in touched}
+        named = {name: name._replace(visit=self._values[name].touches[number]) for name in touched}
         for name in touched:
             if name in line.inputs or name not in line.outputs:
                 self._bring_in(number, name, named[name])
@@ -230,7 +230,7 @@ class Visits:
         if (maker.outputs[0], visit) not in self._made:
             self._made.add((maker.outputs[0], visit))
             inputs = tuple(named.get(name, name) for name in maker.inputs)
-            outputs = tuple(name._replace(microbatch=visit) for name in maker.outputs)
+            outputs = tuple(name._replace(visit=visit) for name in maker.outputs)
             self._again[number].append(replace(maker, inputs=inputs, outputs=outputs))
 
 

@@ -87,25 +87,52 @@ class Bound:
 
 
 class Shapes:
-    """Shape and dtype of what other processes have; ``leaves`` are those of the leaves of a state, as one replica has them."""
+    """Shape, dtype and sharding of every value of some lines.
 
-    def __init__(self, lines: Sequence[Line], placement: Placement, leaves: Mapping[tuple[Role, int], Aval]):
-        self._placement, self._leaves = placement, leaves
+    ``leaves`` are the shapes of the leaves of a state, ``given`` those of other arguments, all as one replica has them; ``chosen``
+    are the shardings that the compiler has chosen.
+    """
+
+    def __init__(
+        self,
+        lines: Sequence[BoundLine],
+        placement: Placement,
+        leaves: Mapping[tuple[Role, int], Aval],
+        given: Mapping[Name, Aval] = MappingProxyType({}),
+        chosen: Mapping[Name, Sharding] = MappingProxyType({}),
+    ):
+        self._placement, self._leaves, self._chosen = placement, leaves, chosen
         self._taken = {name for line in lines for name in line.taken}
         self._makers = {name: line for line in reversed(lines) for name in line.outputs}
+        self._known = dict(given)
 
     def __getitem__(self, name: Name) -> jax.ShapeDtypeStruct:
-        role, index = name.ref.role, name.ref.index
-        place = self._placement[name.stage]
-        if role in _LEAVES and (role, index) in self._leaves:
-            return place.aval(name.ref, self._leaves[role, index])
+        return self._placement[name.stage].aval(name.ref, self._of_replica(name), self._chosen.get(name))
+
+    def num_bytes(self, name: Name) -> int:
+        """Bytes of a value on each device of its stage."""
+        if name.stage == CALLER:
+            return count_bytes(self._of_replica(name))
+        return self._placement[name.stage].num_bytes(name.ref, self._of_replica(name), self._chosen.get(name))
+
+    def _of_replica(self, name: Name) -> Aval:
+        if name not in self._known:
+            self._known[name] = self._found(name)
+        return self._known[name]
+
+    def _found(self, name: Name) -> Aval:
+        if (name.ref.role, name.ref.index) in self._leaves:
+            return self._leaves[name.ref.role, name.ref.index]
         line = self._makers[name]
         at = line.outputs.index(name)
-        if line.program is not None:
-            return place.aval(name.ref, line.program.results[at], lead=not line.program.spans)
         if isinstance(line.call, GroupMean):
-            return place.aval(name.ref, line.call.avals[at])
-        return self[line.inputs[at]]
+            return line.call.avals[at]
+        if line.program is not None and not line.program.spans:
+            return line.program.results[at]
+        of_all = line.program.results[at] if line.program is not None else line.crossing and line.crossing.aval
+        if of_all is None:  # a send or a copy
+            return self._of_replica(line.inputs[at])
+        return jax.ShapeDtypeStruct(of_all.shape[len(line.place.leading(name.ref)) :], of_all.dtype)
 
     def may_be_taken(self, name: Name) -> bool:
         """Whether a program may take over a value's buffer: in these lines, or, of a leaf of a state, in those of another step."""
@@ -144,7 +171,7 @@ def add_reports(builder: Builder, placement: Placement, names: Iterable[Name]) -
         for process, reader in readers.items():
             if process in processes_of(home.devices):
                 continue
-            target = Name(reader, name.ref, name.microbatch)
+            target = name._replace(stage=reader)
             builder.send(f"send {name.ref.role} {name.ref.index} to process {process}", name, target)
             if placement[reader].is_here and not home.is_here:
                 local[name] = target
@@ -270,7 +297,7 @@ def _watch(lines: list[BoundLine], programs: Programs) -> list[Name | None]:
         pairs = zip(line.outputs, sizes, strict=True)
         safe = next((name for name, size in pairs if size <= _SMALL and name not in donated), None)
         if safe is None and line.program is not None:
-            safe = Name(CALLER, Ref(Role.VALUE, shared=True), number)
+            safe = Name(CALLER, Ref(Role.TOKEN, number, shared=True))
             program = programs.with_token(line.program)
             line = lines[number] = dataclasses.replace(line, program=program, outputs=(*line.outputs, safe))
         names.append(safe)

@@ -126,7 +126,7 @@ class Programs:
         """The same program with one more result, a byte that is there when the program is done."""
         tokened = self._tokened.get(id(program))
         if tokened is None:  # it holds the program, whose id is therefore that of no other
-            outputs = (*program.outputs, Ref(Role.VALUE, shared=True))
+            outputs = (*program.outputs, Ref(Role.TOKEN, shared=True))
             tokened = replace(program, function=lambda *args: [*program.function(*args), jnp.zeros((), jnp.int8)], outputs=outputs)
             self._tokened[id(program)] = tokened
         return tokened

@@ -27,6 +27,7 @@ _UNCHECKED = frozenset({Role.BATCH, Role.KEY, Role.SCALE, Role.STATIC, Role.CONS
 _ALONE = {Role.LOSS: "the loss", Role.STATIC: "what is made of the parameters alone", Role.SCALE: "the microbatch's weight"}
 _WORDS = {
     Role.GRAD: "the gradient of",
+    Role.ADDEND: "the gradient of",
     Role.PARAM: "parameter",
     Role.STATE: "model state",
     Role.OPT: "optimizer state",
@@ -46,7 +47,7 @@ class NanCheck:
 
     def __init__(self, step: Step, *, scaled: bool):
         self._step, self._nans, self._infs = step, *flags()
-        self._unchecked = _UNCHECKED | ({Role.COTANGENT, Role.GRAD, Role.VALUE} if scaled else set())
+        self._unchecked = _UNCHECKED | ({Role.COTANGENT, Role.GRAD, Role.ADDEND, Role.VALUE} if scaled else set())
         self._kept: dict[tuple[int, int], str] = {}
 
     def __call__(self, line: BoundLine, job: PlacedProgram, call: Runnable) -> Runnable:
@@ -93,7 +94,8 @@ class NanCheck:
         loss = self._step.cuts[0].loss
         if ref.role in _ALONE:
             return _ALONE[ref.role]
-        paths = {Role.PARAM: loss.param_paths, Role.GRAD: loss.param_paths, Role.STATE: loss.state_paths}.get(ref.role, ())
+        of_params = dict.fromkeys((Role.PARAM, Role.GRAD, Role.ADDEND), loss.param_paths)
+        paths = {**of_params, Role.STATE: loss.state_paths}.get(ref.role, ())
         path = paths[ref.index] if 0 <= ref.index < len(paths) else str(ref.index)
         return f"{_WORDS.get(ref.role, ref.role)} {path}"
 

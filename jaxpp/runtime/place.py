@@ -30,7 +30,7 @@ from jaxpp.types import Aval, Device, Home, Leaf
 
 _FREE = frozenset({Role.RESIDUAL, Role.STATIC})  # only their own stage reads them; the compiler shards them as it likes
 
-_AS_PARAMS = frozenset({Role.PARAM, Role.PREVIOUS, Role.GRAD})  # sharded as the parameters are
+_AS_PARAMS = frozenset({Role.PARAM, Role.PREVIOUS, Role.ADDEND, Role.GRAD})  # sharded as the parameters are
 
 Own = frozenset[tuple[Role, int]]  # role and number of the leaves of which each replica has its own
 

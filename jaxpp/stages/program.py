@@ -22,31 +22,33 @@ from jaxpp.stages.fingerprint import ComparableFunction
 from jaxpp.types import Aval, DType
 
 # What a value is to the stage that holds it. ``FETCHED``: a residual that waits in host memory, or is back from there.
-# ``PREVIOUS``: a parameter as it was before the last step.
+# ``ADDEND``: a gradient of one microbatch that another program adds to the sum. ``PREVIOUS``: a parameter as it was before the last
+# step. ``TOKEN``: a byte that is there when a program is done.
 Role = enum.StrEnum(
     "Role",
-    "PARAM PREVIOUS CONSTANT STATIC BATCH KEY SCALE ACTIVATION RESIDUAL FETCHED COTANGENT GRAD LOSS AUX ROWS OPT STATE "
-    "LOSS_SCALE REPLICA VALUE",
+    "PARAM PREVIOUS CONSTANT STATIC BATCH KEY SCALE ACTIVATION RESIDUAL FETCHED COTANGENT ADDEND GRAD LOSS AUX ROWS OPT STATE "
+    "LOSS_SCALE REPLICA VALUE TOKEN",
 )
-PER_MICROBATCH = frozenset(map(Role, "batch key scale activation residual fetched cotangent rows state".split()))
+PER_MICROBATCH = frozenset(map(Role, "batch key scale activation residual fetched cotangent addend rows state".split()))
 ACCUMULATED = frozenset({Role.GRAD, Role.LOSS, Role.AUX})
 SHARED = frozenset({Role.PARAM, Role.PREVIOUS, Role.OPT, Role.CONSTANT, Role.LOSS_SCALE})  # the same on all replicas of a stage
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The name of a value inside one stage: its role, its number, and for a cotangent the stage it comes from.
+    """The name of a value inside one stage: its role, and its number among those of the role.
 
     ``shared``: what the replicas of a stage have together, though each has its own of the role (a summed gradient; a batch leaf
-    that all microbatches read whole), or a whole one: a parameter as they hold it between steps, each a part. ``waits``: it is in
-    the host memory beside the devices of its stage.
+    that all microbatches read whole), or a whole one: a parameter as they hold it between steps, each a part.
     """
 
     role: Role
     index: int = 0
-    peer: int = -1
+    source: int = -1  # the stage from which a cotangent comes, or the gradient of a tied parameter
+    variant: int = -1  # of a constant or a static: for which of the sizes of microbatches it is made
+    new: bool = False  # a parameter or a leaf of the optimizer as it is after the update
     shared: bool = False
-    waits: bool = False
+    waits: bool = False  # it is in the host memory beside the devices of its stage
 
     @property
     def per_replica(self) -> bool:
@@ -143,7 +145,7 @@ class Pack:
 
 
 def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int = SMALL) -> tuple[Pack, ...]:
-    """One pack for each dtype of which at least two arrays are small.
+    """One pack for each dtype of which at least two arrays are small; the vectors are numbered down from ``name``.
 
     Truth values along one axis, such as a mask of channels, go into the vector of the narrowest numbers, if they are small there:
     one kernel packs both. Not those of a matrix: a product may read what they select, and XLA for GPUs fails to compile a product
@@ -165,10 +167,9 @@ def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int =
         groups[narrowest] |= {ref: aval for ref, aval in along_one.items() if longest[ref] * narrowest.itemsize <= limit}
         truths = {ref: aval for ref, aval in truths.items() if ref not in groups[narrowest]}
     packs = [pack for group in (*groups.values(), truths) for pack in _short(group) if len(pack) > 1]
-    return tuple(
-        Pack(replace(name, index=-1 - k), tuple(pack), tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in pack.values()))
-        for k, pack in enumerate(packs)
-    )
+    shapes = [tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in pack.values()) for pack in packs]
+    numbered = zip(itertools.count(name.index - 1, -1), packs, shapes)
+    return tuple(Pack(replace(name, index=number), tuple(pack), avals) for number, pack, avals in numbered)
 
 
 def _short(group: Mapping[Ref, Aval]) -> list[dict[Ref, Aval]]:

@@ -195,7 +195,7 @@ class StageBuilder:
         for ref, atom in outputs:
             peers = (-1,) if ref.role == Role.LOSS else self.carried[ref.index] if self._differentiable(ref, atom) else ()
             gives.append(bool(peers))
-            cotangents += [Ref(Role.COTANGENT, ref.index, peer) for peer in peers]
+            cotangents += [Ref(Role.COTANGENT, ref.index, source=peer) for peer in peers]
             shapes += shapes_of([atom]) * len(peers)
 
         def both(args: Sequence[jax.Array], received: Sequence[jax.Array]) -> tuple[Tree, Tree]:
@@ -207,14 +207,14 @@ class StageBuilder:
             outs, pullback, rest = jax.vjp(remat(forward) if remat else forward, _divided(args, wants)[0], has_aux=True)
             sums: dict[int, jax.Array] = {}  # one activation, several readers
             for ref, value in zip(cotangents, received, strict=True):
-                number = ref.index if ref.peer >= 0 else -1
+                number = ref.index if ref.source >= 0 else -1
                 sums[number] = sums[number] + value if number in sums else value
             return (outs, rest), pullback(list(sums.values()))
 
         graph, _ = trace(both, avals, shapes, opened=True, env=whole.env, rank=rank)
         differentiable, others = _divided(results, gives)
         returned = _divided(inputs, wants)[0]
-        seeds = tuple(len(inputs) + k for k, ref in enumerate(cotangents) if ref.peer < 0)
+        seeds = tuple(len(inputs) + k for k, ref in enumerate(cotangents) if ref.source < 0)
         return TracedStage(with_one_hots(graph), (*inputs, *cotangents), (*differentiable, *others), tuple(returned), seeds)
 
     def _differentiable(self, ref: Ref, atom: Atom) -> bool:
@@ -271,7 +271,7 @@ class StagePrograms:
         self._kept = [var for var in self._piece(_WEIGHT).inputs if var not in self.refs]
         names = [Ref(Role.RESIDUAL, len(self.residuals) + k) for k in range(len(self._kept))]
         self.refs |= zip(self._kept, names, strict=True)
-        self._small_kept = packs_of(names, shapes_of(self._kept), Ref(Role.RESIDUAL, peer=0), below)
+        self._small_kept = packs_of(names, shapes_of(self._kept), Ref(Role.RESIDUAL, -len(self.small)), below)
 
     def _again(self, colors: Sequence[str | None], remat: RematPolicy) -> set[int]:
         graph, forward = self.traced.graph, {i for i, color in enumerate(colors) if color == FORWARD}
@@ -423,7 +423,7 @@ class StagePrograms:
     def fused(self, packs: Sequence[Pack]) -> Fused | None:
         """The program of F and B, which writes no residual and repeats nothing; None if B waits for another stage's cotangent."""
         traced, graph = self.traced, self.traced.graph
-        if not traced.seeds or any(ref.role == Role.COTANGENT and ref.peer >= 0 for ref in traced.inputs):
+        if not traced.seeds or any(ref.role == Role.COTANGENT and ref.source >= 0 for ref in traced.inputs):
             return None
         colors = [_FUSED if color in (FORWARD, BACKWARD) else color for color in self._before]
         homes = dict.fromkeys(variables([*self._forward_atoms, *self._backward_atoms]), _FUSED)
@@ -450,12 +450,12 @@ class StagePrograms:
         graph, traced, scaled_by = self.traced.graph, self.traced, self._builder.scaled_by
         seeds, (made, totals) = {graph.inputs[k] for k in traced.seeds}, results
         returned = [traced.returned[k] for k in chosen]
-        outputs = [Ref(Role.GRAD, r.index) if r.role == Role.PARAM else Ref(Role.COTANGENT, r.index, self.stage) for r in returned]
+        grads = {ref: Ref(Role.GRAD, ref.index) for ref in returned if ref.role == Role.PARAM}
+        outputs = [grads.get(ref) or Ref(Role.COTANGENT, ref.index, source=self.stage) for ref in returned]
         outputs = [*made, *outputs, *(self.refs[var] for var in kept)]
         atoms = [*(self._forward_atoms if made else ()), *(self._backward_atoms[k] for k in chosen), *kept]
         numbers = [k for k, ref in enumerate(outputs) if ref.role == Role.GRAD]
-        grads = dict(zip(numbers, summands_of(graph, [atoms[k] for k in numbers], piece.eqns), strict=True))
-        added = {**totals, **grads}
+        added = {**totals, **dict(zip(numbers, summands_of(graph, [atoms[k] for k in numbers], piece.eqns), strict=True))}
         run = graph.function(piece.eqns, piece.inputs, _reads(atoms, added))
         inputs = [var for var in piece.inputs if var not in seeds]
         scaled = [Ref(Role.LOSS_SCALE, scaled_by)] if scaled_by is not None and len(inputs) < len(piece.inputs) else []

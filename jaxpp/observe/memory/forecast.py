@@ -442,7 +442,7 @@ def forecast_of(liveness: Liveness, placement: Placement, room: int | None) -> F
     for stage, device in enumerate(place.shown for place in placement.places):
         alive = [life for life in liveness.alive(device, peaks[device]) if life.name.stage == stage]
         kinds = tuple(sum(life.num_bytes for life in alive if life.kind == kind) for kind in MEMORY_KINDS)
-        held = {life.name.microbatch for life in alive if life.kind == "residuals"}
+        held = {(life.name.run, life.name.microbatch) for life in alive if life.kind == "residuals"}
         runs = liveness.stage_at(peaks[device]) == stage
         stages.append(StageMemory(stage, device, kinds, len(held), liveness.temporary(device, peaks[device]) * runs))
     moments = {device: liveness.lines[moment - 1].label for device, moment in peaks.items()}

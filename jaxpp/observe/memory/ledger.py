@@ -153,7 +153,7 @@ class _Sampler:
         self._peaks = {device: liveness.peak(device) for device in liveness.devices}
         self._moment = 0
         self._always = [*lowered.bound.placed.items(), *kept.items()]  # what no step consumes is the caller's until it ends
-        self._holds = dict(zip(plan.inputs, map(lowered.bound.resolve, lowered.inputs), strict=True))
+        self._holds = dict(zip(plan.inputs, lowered.inputs, strict=True))
 
     def __call__(self, instruction: Instruction, slots: Sequence[Leaf]) -> None:
         self._holds.update(zip(instruction.outputs, self._lines[self._moment].outputs, strict=False))  # a token more

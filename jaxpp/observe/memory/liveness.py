@@ -22,12 +22,11 @@ from jaxtyping import Int
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import LoweredStep, Purpose
 from jaxpp.plan.builder import CALLER, MemoryCopy, Name
-from jaxpp.runtime.bind import Bound, BoundLine, compile_lines
-from jaxpp.runtime.compile import PlacedProgram, Programs
+from jaxpp.runtime.bind import Bound, BoundLine, Shapes, compile_lines
+from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.place import Place, Placement
 from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.schedule.action import Action, Kind
-from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import Role
 from jaxpp.types import Aval, Batch, Device, Tree
 
@@ -45,7 +44,7 @@ _ROLES = {
     "parameters": (Role.PARAM, Role.PREVIOUS),
     "statics": (Role.STATIC, Role.CONSTANT),
     "optimizer": (Role.OPT, Role.LOSS_SCALE),
-    "gradients": (Role.GRAD,),
+    "gradients": (Role.GRAD, Role.ADDEND),
     "residuals": (Role.RESIDUAL, Role.FETCHED),
     "messages": (Role.ACTIVATION, Role.COTANGENT),
     "batch": (Role.BATCH, Role.KEY, Role.SCALE),
@@ -164,7 +163,7 @@ class Liveness:
         for line in self.lines:
             for name in line.outputs if line.copies == MemoryCopy.TO_DEVICE and line.action is None else ():
                 own = params if name.ref.role == Role.PARAM else rest
-                own[name.stage][name.microbatch] += sizes[name]
+                own[name.stage][name.visit] += sizes[name]
         most, last = (tuple(max(visits.values(), default=0) for visits in own) for own in (params, rest))
         return most, last
 
@@ -177,8 +176,20 @@ def step_liveness(
     engine: Engine, lowered: LoweredStep, homes: Mapping[Name, Device] | None = None, *, compiled: bool = False
 ) -> Liveness:
     """What is alive during a step that takes over its state's buffers; what the caller has in its ``homes`` is not copied there."""
-    sizes = _argument_bytes(engine, lowered)
-    return line_liveness(lowered.bound, sizes, lowered.outputs, homes, engine.programs if compiled else None)
+    shapes = step_shapes(engine, lowered)
+    return line_liveness(lowered.bound, lowered.inputs, lowered.outputs, shapes, homes, engine.programs if compiled else None)
+
+
+def step_shapes(engine: Engine, lowered: LoweredStep) -> Shapes:
+    """The shapes of the values of a step."""
+    step, given = lowered.step, [name for name in lowered.inputs if name.stage == CALLER]
+    avals = [*step.batch, *([] if step.key is None else [step.key])]
+    return shapes_of_lines(engine, lowered.bound, dict(zip(given, avals, strict=True)))
+
+
+def shapes_of_lines(engine: Engine, bound: Bound, given: Mapping[Name, Aval]) -> Shapes:
+    """The shapes of the values of lines, to which something else is ``given`` besides the leaves of a state."""
+    return Shapes(bound.lines, bound.placement, engine.placed.shapes_by_role, given, bound.chosen)
 
 
 def liveness_of_all(engine: Engine, batch: Batch, key: Tree, purpose: Purpose = "update", known: Needs | None = None) -> Liveness:
@@ -231,7 +242,7 @@ def liveness_in_flow(liveness: Liveness, lowered: LoweredStep) -> Liveness:
 
     def lives(life: Life) -> list[Life]:
         begins, ends, body = life.begins, life.ends, flow.body
-        first = life._replace(name=life.name._replace(microbatch=life.name.microbatch - len(lowered.step.sizes)))
+        first = life._replace(name=life.name._replace(run=life.name.run - 1))
         if begins in (0, end):
             return [life._replace(ends=end if ends >= end else moment[ends] if ends else 0)]
         if begins > body:
@@ -267,13 +278,14 @@ def _program_key(line: BoundLine) -> Hashable:
 
 def line_liveness(
     bound: Bound,
-    given: Mapping[Name, int],
+    inputs: Sequence[Name],
     outputs: Sequence[Name],
+    shapes: Shapes,
     homes: Mapping[Name, Device] | None = None,
     programs: Programs | None = None,
 ) -> Liveness:
-    """What is alive while lines run, given the bytes of their arguments; with the temporaries of ``programs``, if compiled."""
-    end, sizes = len(bound.lines) + 1, dict(given)
+    """What is alive while lines run, from their arguments to their results; with the temporaries of ``programs``, if compiled."""
+    end, sizes = len(bound.lines) + 1, {name: shapes.num_bytes(name) for name in inputs}
     places, last = bound.placement.places, bound.last_uses
     actions = {line.action: number + 1 for number, line in enumerate(bound.lines) if line.program is not None}
     begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != CALLER and _is_told(bound, places[name.stage])}
@@ -284,19 +296,12 @@ def line_liveness(
         gone = line.taken - set(line.outputs)
         donated |= gone
         ends.update((name, number) for name in gone)
-        if line.placed is not None:
-            results = result_bytes(bound, line, line.placed)
-        elif line.crossing is not None:
-            results = [line.crossing.num_bytes] * len(line.outputs)
-        elif line.is_send:
-            (source,) = line.inputs
-            there, size = (homes or {}).get(source), sizes[source]
-            if source.stage != CALLER:
-                there, size, whole = _sent(line, places[source.stage], size)
-                gathered |= {} if whole is None else {number: whole}
-            results = [0 if there == line.device else size]
-        else:  # copies to host memory and back, and means over groups of replicas: each as large as its input
-            results = [sizes[name] for name in line.inputs[: len(line.outputs)]]
+        there = (homes or {}).get(line.inputs[0]) if line.is_send and line.inputs else None
+        if line.is_send and line.crossing is None and line.inputs[0].stage != CALLER:
+            there = places[line.inputs[0].stage].shown
+            whole = _gathered(line, places[line.inputs[0].stage], sizes[line.inputs[0]])
+            gathered |= {} if whole is None else {number: whole}
+        results = [0 if there == line.device else shapes.num_bytes(name) for name in line.outputs]
         for name, size in zip(line.outputs, results, strict=True):
             sizes[name] = size
             begins.setdefault(name, number + 1)
@@ -315,29 +320,15 @@ def line_liveness(
     return Liveness(devices, bound.lines, (*_constants(bound), *lives), extra, hosted=tuple(hosted), gathered=gathered)
 
 
-def _sent(line: BoundLine, place: Place, size: int) -> tuple[Device, int, Gathered | None]:
-    """Where what is sent comes from, its bytes on each device where it arrives, and what is gathered first."""
-    ((source,), (target,)), there = (line.inputs, line.outputs), place.shown
-    if place.num_shards == line.place.num_shards:
-        return there, size, None
-    parts = place.num_parts(source.ref)
-    whole = Gathered(source.stage, there, size * parts) if parts > 1 else None
-    return there, size * parts // line.place.num_parts(target.ref), whole
+def _gathered(line: BoundLine, place: Place, size: int) -> Gathered | None:
+    """What is made whole first, where a value goes to a rank of another width; ``size`` is of its part on each device."""
+    parts = place.num_parts(line.inputs[0].ref) if place.num_shards != line.place.num_shards else 1
+    return Gathered(line.inputs[0].stage, place.shown, size * parts) if parts > 1 else None
 
 
 def _is_told(bound: Bound, place: Place) -> bool:
     """Whether the lines tell what happens at a place: those of one process do so of its own places."""
     return bound.numbers is None or place.is_here
-
-
-def result_bytes(bound: Bound, line: BoundLine, job: PlacedProgram) -> list[int]:
-    """Bytes of each result of a line's program, on each of its devices."""
-    program, place, _ = job
-    sizes = []
-    for ref, aval, name in zip(program.outputs, program.results, line.outputs, strict=True):
-        shape = aval.shape[len(place.leading(ref)) :] if program.spans else aval.shape  # as one replica has it
-        sizes.append(place.num_bytes(ref, jax.ShapeDtypeStruct(shape, aval.dtype), bound.chosen.get(name)))
-    return sizes
 
 
 def memory_kind(name: Name) -> str:
@@ -353,18 +344,6 @@ def temporaries(bound: Bound, programs: Programs) -> tuple[int, ...]:
             stats = programs[line.placed].memory_analysis()
             sizes[id(line.program)] = 0 if stats is None else int(stats.temp_size_in_bytes)
     return tuple(0 if line.placed is None else sizes[id(line.program)] for line in bound.lines)
-
-
-def _argument_bytes(engine: Engine, lowered: LoweredStep) -> dict[Name, int]:
-    job, placed = lowered.step, engine.placed
-    given = [*job.batch, *([] if job.key is None else [job.key])]
-    avals = dict(zip(placed.names.flat(), placed.shapes.flat(), strict=True))
-    avals |= zip((name for name in lowered.inputs if name.stage == CALLER), given, strict=True)
-    sizes: dict[Name, int] = {}
-    for name in lowered.inputs:
-        own = name.stage == CALLER
-        sizes[name] = count_bytes(avals[name]) if own else engine.placement[name.stage].num_bytes(name.ref, avals[name])
-    return sizes
 
 
 def _constants(bound: Bound) -> list[Life]:

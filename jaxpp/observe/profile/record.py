@@ -554,7 +554,7 @@ def flowing_plan(plan: Plan, lowered: LoweredStep, num_steps: int) -> Plan:
     """Steps in flow as one plan to look at, not to run: each takes the state of the one before it."""
     flow, count = cast("Flow", lowered.flow), len(lowered.step.sizes)
     made = lowered.outcome(cast("Sequence[Array]", plan.outputs)).state.flat()  # where a step has what is the next one's state
-    late = [lowered.bound.resolve(name) in flow.late for name in lowered.results.state.flat()]
+    late = [name in flow.late for name in lowered.results.state.flat()]
     slots = [{slot: k for k, slot in enumerate(plan.inputs, 1)}, *(dict[int, int]() for _ in range(num_steps - 1))]
     left = [len(plan.instructions)] * num_steps
     lines, size = list[Instruction](), len(plan.inputs)
