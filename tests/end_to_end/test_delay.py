@@ -603,7 +603,7 @@ def test_no_stage_waits_for_the_update_of_another():
 def test_a_step_whose_forwards_read_what_the_update_makes_does_not_flow():
     program = Program(lambda *values: list(values), (), (), ())
     old, new, activation, grad = (
-        Name(0, Ref(role, 0, peer=k)) for k, role in enumerate((Role.PARAM, Role.PARAM, Role.RESIDUAL, Role.GRAD))
+        Name(0, Ref(role, 0, source=k)) for k, role in enumerate((Role.PARAM, Role.PARAM, Role.RESIDUAL, Role.GRAD))
     )
     builder = Builder()
     builder.compute("0F0", program, 0, [old], [activation], (), Action(0, Kind.F, 0))
