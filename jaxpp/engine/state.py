@@ -26,7 +26,7 @@ from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.processes.trees import are_across, slices_of, stand_in_for
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, whole_shape
+from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, on_host, whole_shape
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import html_remarks, html_table, table_lines
 from jaxpp.targets import compiles_only, device_name
@@ -524,7 +524,7 @@ def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.addressable_shards:  # nor is any slice here
         return shapes
     if isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.sharding.memory_kind == HOST_MEMORY):
-        leaf = np.asarray(leaf)  # restored to the host, or divided in another way: no device has room for the whole
+        leaf = on_host(leaf)  # restored to the host, or divided in another way: no device has room for the whole
     return node.of(leaf)
 
 
