@@ -85,7 +85,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         leaves, tree = jax.tree.flatten(params)
         refuse_compile_only("grad_fn(params, batch, key)", options.devices)
         refuse_tracers("grad_fn(params, batch, key)", params, batch, key)
-        check_alive("grad_fn(params, batch, key)", (params, batch))
+        check_alive("grad_fn(params, batch, key)", params=params, batch=batch)
         if engine is None or not same_shapes(engine.layout.given, (params,)):
             engine = open_engine(options, None, (params,), batch, key, known=engine)
             for warning in engine.layout.warnings:

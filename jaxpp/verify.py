@@ -278,13 +278,12 @@ def verify_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | 
 
 def _anywhere(tree: Tree) -> Tree:
     """Arrays that go to the devices on which a function wants them."""
-
-    check_alive("pipe.verify", tree)
+    check_alive("pipe.verify", state=tree)
     return jax.tree.map(on_host, tree)
 
 
 def _on_one_device(tree: Tree) -> Tree:
-    check_alive("pipe.verify", tree)
+    check_alive("pipe.verify", state=tree)
     device = jax.local_devices()[0]
     return jax.tree.map(lambda leaf: put(leaf, device), tree)
 

@@ -13,6 +13,7 @@ from jaxpp.errors import StateError
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.processes.here import LocalRows, as_sharding, devices_in, elsewhere, is_addressable, is_whole_here, put_across
 from jaxpp.runtime.send import HOST_MEMORY, Move, array_type, memory_copies
+from jaxpp.stages.loss.traced_loss import wrong_leaves
 from jaxpp.stages.program import Ref
 from jaxpp.stages.stacked import Slices, assembled, on_host
 from jaxpp.types import Array, Home, Leaf, Tree
@@ -35,8 +36,11 @@ def put_at(place: Place, ref: Ref, value: Leaf) -> Array:
 
 
 def unaliased(value: Leaf) -> Leaf:
-    """The value, copied if it is a NumPy array: the caller may overwrite a NumPy array while it is still read."""
-    return np.array(value) if isinstance(value, np.ndarray) else value
+    """The value, copied if it is a NumPy array: the caller may overwrite a NumPy array while it is still read.
+
+    A mask stays, so that JAX refuses it.
+    """
+    return np.array(value, subok=isinstance(value, np.ma.MaskedArray)) if isinstance(value, np.ndarray) else value
 
 
 def split_over_replicas(
@@ -64,14 +68,16 @@ def split_over_replicas(
     return parts, [jnp.broadcast_to(key, (num_replicas, *key.shape)) for key in keys]
 
 
-def check_alive(where: str, tree: Tree) -> None:
-    """Refuse arrays whose buffers a step has taken over; JAX would say that an array has been deleted."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    if gone := sum(leaf.is_deleted() for leaf in leaves):
+def check_alive(where: str, **trees: Tree) -> None:
+    """Refuse arrays whose buffers a step has taken over, in trees by name; JAX would say that an array has been deleted."""
+    named = [(name, jax.tree_util.tree_leaves_with_path(tree)) for name, tree in trees.items()]
+    arrays = [(name, [(path, leaf) for path, leaf in leaves if isinstance(leaf, jax.Array)]) for name, leaves in named]
+    wrong = [line for name, leaves in arrays if (gone := wrong_leaves(name, leaves, "")) for line in gone.lines]
+    if wrong:
         rule = "step reuses the buffers of the state it is given, so its arrays are gone, under every name they had"
-        got = f"{gone} of {len(leaves)} arrays were consumed by a step, or donated otherwise"
+        got = [f"{len(wrong)} of {sum(len(leaves) for _, leaves in arrays)} arrays were consumed by a step, or donated otherwise"]
         fix = "copy what you keep before the step, ema = jax.tree.map(jnp.copy, state.params), or call step(..., donate=False)"
-        raise StateError(where, rule, got, fix)
+        raise StateError(where, rule, [*got, *wrong[:8]], fix)
 
 
 def join_slices(node: Slices) -> Array | Slices:

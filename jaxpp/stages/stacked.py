@@ -7,7 +7,7 @@ with one leaf for each run of rows that a stage owns; the user's tree has the wh
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,10 +101,10 @@ def _on_host(node: Slices) -> Leaf:
 def on_host(leaf: Leaf) -> Leaf:
     """An array on the host; typed PRNG keys, which NumPy does not know, on JAX's default device."""
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return put_together(leaf.shape, [(..., leaf)]) if is_key else np.asarray(jax.device_get(leaf))
+    return put_together(leaf.shape, [((), leaf)]) if is_key else np.asarray(jax.device_get(leaf))
 
 
-def put_together(shape: Sequence[int], parts: Iterable[tuple[Any, Leaf]]) -> Leaf:
+def put_together(shape: Sequence[int], parts: Iterable[tuple[tuple[slice, ...], Leaf]]) -> Leaf:
     """An array on the host, as ``on_host`` has it, of parts at these indices."""
     parts = list(parts)
     first = parts[0][1]

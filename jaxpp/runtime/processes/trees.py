@@ -24,6 +24,7 @@ from jaxpp.runtime.processes.channel import agreement, first_devices, rows_of_al
 from jaxpp.runtime.processes.here import devices_in, elsewhere, is_addressable, is_here
 from jaxpp.runtime.send import Send
 from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loss.traced_loss import wrong_leaves
 from jaxpp.stages.stacked import Slices, joined, put_together, whole_shape
 from jaxpp.targets import refuse_compile_only
 from jaxpp.types import Array, Aval, Device, Leaf, Tree
@@ -53,7 +54,9 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
         >>> float(optax.tree.norm(gather({"w": jax.numpy.ones(4)})))
         2.0
     """
-    check_alive("jaxpp.gather", tree)
+    check_alive("jaxpp.gather", tree=tree)
+    if wrong := wrong_leaves("tree", jax.tree_util.tree_leaves_with_path(tree), "leave it out", numbers=True):
+        raise ArgumentError("jaxpp.gather(tree)", "every leaf is an array or a number", wrong.lines, wrong.fix)
     if not isinstance(device, (jax.Device, Sharding, NoneType)):
         fix = "pass one of jax.devices(), such as jax.devices()[0], or leave it out"
         raise ArgumentError("jaxpp.gather(tree, device)", "a tree is gathered on one of JAX's devices", shown(device), fix)
