@@ -52,7 +52,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     (gradient accumulation); and it cannot be called under ``jax.jit``, because it runs programs on several devices itself.
 
     The arguments are those of ``Pipeline`` with the same names, and ``allow_int``, as ``jax.value_and_grad`` has it: parameters may
-    have leaves of integers and booleans, such as quantised weights; their gradients are zeros of ``float0``. The loss,
+    have leaves of integers, booleans and PRNG keys, such as quantised weights; their gradients are zeros of ``float0``. The loss,
     ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``, is traced and never run whole.
 
     Returns:
