@@ -52,7 +52,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     (gradient accumulation); and it cannot be called under ``jax.jit``, because it runs programs on several devices itself.
 
     The arguments are those of ``Pipeline`` with the same names, and ``allow_int``, as ``jax.value_and_grad`` has it: parameters may
-    have leaves of integers and booleans, such as quantised weights; their gradients are zeros of ``float0``. The loss,
+    have leaves of integers, booleans and PRNG keys, such as quantised weights; their gradients are zeros of ``float0``. The loss,
     ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``, is traced and never run whole.
 
     Returns:
@@ -85,7 +85,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         leaves, tree = jax.tree.flatten(params)
         refuse_compile_only("grad_fn(params, batch, key)", options.devices)
         refuse_tracers("grad_fn(params, batch, key)", params, batch, key)
-        check_alive("grad_fn(params, batch, key)", (params, batch))
+        check_alive("grad_fn(params, batch, key)", params=params, batch=batch)
         if engine is None or not same_shapes(engine.layout.given, (params,)):
             engine = open_engine(options, None, (params,), batch, key, known=engine)
             for warning in engine.layout.warnings:

@@ -37,7 +37,7 @@ from jaxpp.stages.loss.microbatch import Microbatches, num_examples, scale_dtype
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.stages.own_params import Joint
-from jaxpp.stages.stacked import assembled
+from jaxpp.stages.stacked import assembled, on_host
 from jaxpp.types import Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, Tree
 
 _UPDATED = "the update equals plain optax's of these gradients, leaf by leaf"
@@ -278,18 +278,12 @@ def verify_step(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | 
 
 def _anywhere(tree: Tree) -> Tree:
     """Arrays that go to the devices on which a function wants them."""
-
-    def host(leaf: Array) -> Leaf:
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return np.asarray(leaf)
-        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(leaf))), impl=jax.random.key_impl(leaf))
-
-    check_alive("pipe.verify", tree)
-    return jax.tree.map(host, tree)
+    check_alive("pipe.verify", state=tree)
+    return jax.tree.map(on_host, tree)
 
 
 def _on_one_device(tree: Tree) -> Tree:
-    check_alive("pipe.verify", tree)
+    check_alive("pipe.verify", state=tree)
     device = jax.local_devices()[0]
     return jax.tree.map(lambda leaf: put(leaf, device), tree)
 

@@ -25,7 +25,8 @@ from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.processes.trees import are_across, slices_of, stand_in_for
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, whole_shape
+from jaxpp.stages.loss.traced_loss import wrong_leaves
+from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, on_host, whole_shape
 from jaxpp.stages.stage_table import bytes_in_words
 from jaxpp.tables import html_remarks, html_table, table_lines
 from jaxpp.targets import compiles_only, device_name
@@ -492,6 +493,9 @@ class States:
         trained = self._trees[1] != jax.tree.structure(())
         for name, tree, k in (("params", params, 0), ("model_state", model_state, 2)):
             shapes, expected = joined(tree, whole_shape), self._abstract.held[k]
+            arrays = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(shapes) if hasattr(leaf, "dtype")]
+            if odd := wrong_leaves(name, arrays, "make an array of it with np.asarray"):
+                raise ParamsError(name, "every leaf of the parameters is an array as JAX takes it", odd.lines, odd.fix)
             if wrong := _differences(shapes, expected, name) or _unequal(name, shapes, expected):
                 rule = "the parameters are those of the model that this was made for, with its tree, shapes and types"
                 fix = f"pass {f'state.{name}' if trained else 'what init returned'}, or a tree with the same leaves"
@@ -563,7 +567,7 @@ def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.addressable_shards:  # nor is any slice here
         return shapes
     if isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.sharding.memory_kind == HOST_MEMORY):
-        leaf = np.asarray(leaf)  # restored to the host, or divided in another way: no device has room for the whole
+        leaf = on_host(leaf)  # restored to the host, or divided in another way: no device has room for the whole
     return node.of(leaf)
 
 
@@ -578,8 +582,9 @@ def _check_state(state: object, expected: State) -> None:
         rule = "a state has the trees of parameters, optimizer and model state that this pipeline was initialised with"
         raise StateError(where, rule, odd, f"{again}, or restore a checkpoint to its shapes: {_RESTORE}")
     leaves = jax.tree_util.tree_leaves_with_path(shapes.replace(step=None))
-    if odd := [f"state{jax.tree_util.keystr(path)} is none" for path, leaf in leaves if not hasattr(leaf, "dtype")]:
-        raise StateError(where, "the leaves of a state are arrays", odd, "restore it with its arrays, or convert with jnp.asarray")
+    given = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, jax.Array)]  # of these, some may be gone
+    if odd := wrong_leaves(where, given, "restore it with its arrays, or convert with jnp.asarray"):
+        raise StateError(where, "the leaves of a state are arrays", odd.lines, odd.fix)
     held = jax.tree.leaves(state.held)
     if empty := sum(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in held):
         fix = f"restore a checkpoint to these shapes, {_RESTORE}, or make parameters with pipe.init(...)"
@@ -587,6 +592,8 @@ def _check_state(state: object, expected: State) -> None:
     if gone := num_gone(state):
         rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
         got = f"a state consumed by an earlier step ({gone} of {len(held)} leaves are gone)"
+        if 0 < gone < len(held) and (lost := wrong_leaves(where, leaves, "")):
+            got = "; ".join([got, *lost.lines[:4]])
         if isinstance(state.step, int):  # not an array, which may be gone too
             got += f", the state after {state.step} step{'s' if state.step != 1 else ''}"
         copy = "to keep part of a state, copy it before the step, ema = jax.tree.map(jnp.copy, state.params)"

@@ -20,7 +20,7 @@ from jaxpp.stages.loss.aux import Reducer, reducers_of
 from jaxpp.stages.loss.example_axis import Examples, MicrobatchWarning, advice, follow, judge, place_of
 from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, num_examples, resized, shared_leaves
 from jaxpp.stages.loss.rng_key import KeyArgument, key_argument, name_of
-from jaxpp.stages.loss.traced_loss import TracedLoss, in_order_of, trace_loss
+from jaxpp.stages.loss.traced_loss import TracedLoss, in_order_of, trace_loss, unfit
 from jaxpp.types import Batch, Key, Leaf, LossFn, Tree
 
 
@@ -34,7 +34,9 @@ def avals_of(tree: Tree) -> Tree:
 
 
 def same_shapes(known: Tree, tree: Tree) -> bool:
-    """Whether a tree has the structure, shapes and dtypes of a known one."""
+    """Whether a tree has the structure, shapes and dtypes of a known one; never if it has a leaf that is to be refused."""
+    if any(unfit(leaf) is not None for leaf in jax.tree.leaves(tree)):
+        return False
     try:
         return jax.tree.structure(known) == jax.tree.structure(tree) and jax.tree.leaves(known) == jax.tree.leaves(avals_of(tree))
     except AttributeError:  # a leaf that is no array
@@ -48,11 +50,11 @@ def shapes_key(batch: Batch, key: object) -> Hashable:
 
 
 def _shape_of(leaf: Any) -> Hashable:
-    """Shape and dtype as a traced function sees them; a leaf that has none is refused later."""
+    """Shape and dtype as a traced function sees them; a leaf that JAX does not take has none, and is refused later."""
+    if unfit(leaf) is not None:
+        return None
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)
-    if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex)):
-        return None
     aval = batch_avals(leaf)
     return aval.shape, aval.dtype, aval.weak_type
 
@@ -64,6 +66,8 @@ def check_key(key: Any) -> None:
     rule, fix = "a key is an array made by jax.random.key", "pass jax.random.key(seed)"
     if not (hasattr(key, "dtype") and hasattr(key, "shape")):
         raise ArgumentError("key", rule, f"{type(key).__name__} {shown(key)}", fix)
+    if (why := unfit(key)) is not None:
+        raise ArgumentError("key", rule, why.what, fix)
     found = key
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         try:  # a raw key has the shape and the type of JAX's default

@@ -542,7 +542,7 @@ class Forward:
         where = f"{self._name}.{where}"
         refuse_tracers(f"{where}(...)", init_or_params, args)
         given = read_given(where, init_or_params, args)
-        check_alive(where, (init_or_params, args))
+        check_alive(where, params=given.made, batch=given.batch, key=given.key)
         try:
             with agreement(where, self._options.devices) as agree:
                 return given, self._open(given.shapes(self._options.axes), given.batch, given.key, agree)
@@ -642,7 +642,7 @@ class Forward:
         setup = self._opened(where)
         refuse_compile_only(f"{self._name}.{where}", self._options.devices)
         refuse_tracers(f"{self._name}.{where}(params, ...)", made)
-        check_alive(f"{self._name}.{where}", made)
+        check_alive(f"{self._name}.{where}", params=made)
         return setup.states.bring(*variables_of(self._options, made))
 
     def _lend_or_shapes(

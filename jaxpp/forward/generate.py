@@ -44,6 +44,7 @@ from jaxpp.runtime.execute import Observer
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.validate import check_counts
+from jaxpp.stages.loss.traced_loss import wrong_leaves
 from jaxpp.stages.program import Role
 from jaxpp.types import Array, Aval, ForwardFn, Key, Tree
 
@@ -362,15 +363,14 @@ def check_asked(where: str, engine: Engine, fn: ForwardFn, carry: Tree, counts: 
     """Refuse what cannot be generated with: a carry of shapes unless parameters are ``shapes``, and what is not done yet."""
     check_function(f"{where}(..., fn, ...)", "fn is a function of (params, carry, tokens) that returns (new_carry, logits)", fn)
     check_counts(f"{where}(...)", counts, ArgumentError)
-    wrong = [
-        f"carry{jax.tree_util.keystr(path)}: {type(leaf).__name__}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(carry)
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or (isinstance(leaf, jax.ShapeDtypeStruct) and not shapes)
-    ]
-    if wrong:
-        rule = "the carry is a tree of arrays, as the model makes it for one sequence that has had no token"
-        fix = "make the shapes arrays, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), and numbers too"
-        raise ParamsError("carry", rule, wrong, fix)
+    leaves = jax.tree_util.tree_leaves_with_path(carry)
+    rule = "the carry is a tree of arrays, as the model makes it for one sequence that has had no token"
+    fix = "make the shapes arrays, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), and numbers too"
+    if wrong := wrong_leaves("carry", leaves, fix):
+        raise ParamsError("carry", rule, wrong.lines, wrong.fix)
+    empty = [path for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if empty and not shapes:
+        raise ParamsError("carry", rule, [f"carry{jax.tree_util.keystr(path)}: ShapeDtypeStruct" for path in empty], fix)
     if engine.options.has_state and engine.options.is_loss:
         rule = "a generation has one carry, and the pipeline's loss has a model state besides"
         raise ArgumentError(where, rule, "has_state=True", "close over the model state: lambda params, carry, tokens: ...")

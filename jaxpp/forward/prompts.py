@@ -17,6 +17,7 @@ import numpy as np
 from jaxpp.errors import ArgumentError, BatchError, OutputError, shown
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loss.traced_loss import unfit
 from jaxpp.types import Tree
 
 __all__ = ["Continuation", "Places", "Prompts", "Rows", "Token", "chunk_lengths", "chunk_sizes"]
@@ -247,6 +248,8 @@ def _iterable_of(prompts: Any, where: str) -> Iterable[Tree]:
     if hasattr(prompts, "dtype") and hasattr(prompts, "shape"):
         if len(prompts.shape) != 2:
             raise BatchError(where, rule, f"an array {describe(prompts)}", fix)
+        if isinstance(prompts, (jax.Array, np.ma.MaskedArray)) and (why := unfit(prompts)) is not None:
+            raise BatchError(where, rule, why.what, why.fix)
         return tuple(np.asarray(prompts))
     if isinstance(prompts, (str, bytes)):
         raise BatchError(where, rule, f"text: {shown(prompts)}", "pass [tokenizer.encode(text)]")
@@ -261,9 +264,11 @@ def _as_tokens(prompt: Any, vocab: int) -> tuple[np.ndarray, str]:
     nothing = np.zeros(0, np.int32)
     if isinstance(prompt, (str, bytes)):
         return nothing, f"text, {shown(prompt)}; encode it first"
+    if any(isinstance(each, np.ma.MaskedArray) for each in (prompt, *(prompt if isinstance(prompt, (list, tuple)) else ()))):
+        return nothing, "masked; leave out what is masked, array.compressed()"
     try:
         tokens = np.asarray(prompt)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # the last of an array that has been deleted
         return nothing, f"no array can be made of it: {shown(str(error))}"
     if tokens.ndim != 1:
         return nothing, f"{describe(tokens)} where [length] was expected"

@@ -13,8 +13,9 @@ from jaxpp.errors import StateError
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.processes.here import LocalRows, as_sharding, devices_in, elsewhere, is_addressable, is_whole_here, put_across
 from jaxpp.runtime.send import HOST_MEMORY, Move, array_type, memory_copies
+from jaxpp.stages.loss.traced_loss import wrong_leaves
 from jaxpp.stages.program import Ref
-from jaxpp.stages.stacked import Slices
+from jaxpp.stages.stacked import Slices, assembled, on_host
 from jaxpp.types import Array, Home, Leaf, Tree
 
 
@@ -25,7 +26,7 @@ def put(value: Leaf, home: Home) -> Array:
     value = unaliased(value)  # ``may_alias=False`` shares the memory of NumPy arrays that are aligned all the same
     if isinstance(home, NamedSharding):  # there the first shard would be the original
         value = jnp.array(value, copy=True)
-    return jax.device_put(value, home, may_alias=False)
+    return jax.device_put(_movable(value, home), as_sharding(home), may_alias=False)
 
 
 def put_at(place: Place, ref: Ref, value: Leaf) -> Array:
@@ -35,8 +36,11 @@ def put_at(place: Place, ref: Ref, value: Leaf) -> Array:
 
 
 def unaliased(value: Leaf) -> Leaf:
-    """The value, copied if it is a NumPy array: the caller may overwrite a NumPy array while it is still read."""
-    return np.array(value) if isinstance(value, np.ndarray) else value
+    """The value, copied if it is a NumPy array: the caller may overwrite a NumPy array while it is still read.
+
+    A mask stays, so that JAX refuses it.
+    """
+    return np.array(value, subok=isinstance(value, np.ma.MaskedArray)) if isinstance(value, np.ndarray) else value
 
 
 def split_over_replicas(
@@ -64,14 +68,16 @@ def split_over_replicas(
     return parts, [jnp.broadcast_to(key, (num_replicas, *key.shape)) for key in keys]
 
 
-def check_alive(where: str, tree: Tree) -> None:
-    """Refuse arrays whose buffers a step has taken over; JAX would say that an array has been deleted."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    if gone := sum(leaf.is_deleted() for leaf in leaves):
+def check_alive(where: str, **trees: Tree) -> None:
+    """Refuse arrays whose buffers a step has taken over, in trees by name; JAX would say that an array has been deleted."""
+    named = [(name, jax.tree_util.tree_leaves_with_path(tree)) for name, tree in trees.items()]
+    arrays = [(name, [(path, leaf) for path, leaf in leaves if isinstance(leaf, jax.Array)]) for name, leaves in named]
+    wrong = [line for name, leaves in arrays if (gone := wrong_leaves(name, leaves, "")) for line in gone.lines]
+    if wrong:
         rule = "step reuses the buffers of the state it is given, so its arrays are gone, under every name they had"
-        got = f"{gone} of {len(leaves)} arrays were consumed by a step, or donated otherwise"
+        got = [f"{len(wrong)} of {sum(len(leaves) for _, leaves in arrays)} arrays were consumed by a step, or donated otherwise"]
         fix = "copy what you keep before the step, ema = jax.tree.map(jnp.copy, state.params), or call step(..., donate=False)"
-        raise StateError(where, rule, got, fix)
+        raise StateError(where, rule, [*got, *wrong[:8]], fix)
 
 
 def join_slices(node: Slices) -> Array | Slices:
@@ -100,9 +106,11 @@ def joined_home(home: Home | Slices) -> Sharding:
 
 def _over_stages(node: Slices, homes: Sequence[Home]) -> NamedSharding | None:
     devices = [device for home in homes for device in devices_in(home)]
-    if len(set(node.sizes)) > 1 or not len(set(devices)) == len(devices) == len(homes):
+    waits = {as_sharding(home).memory_kind == HOST_MEMORY for home in homes}
+    if len(set(node.sizes)) > 1 or not len(set(devices)) == len(devices) == len(homes) or len(waits) > 1:
         return None
-    return NamedSharding(Mesh(np.array(devices), ("stage",)), PartitionSpec(*[None] * node.axis, "stage"))
+    sharding = NamedSharding(Mesh(np.array(devices), ("stage",)), PartitionSpec(*[None] * node.axis, "stage"))
+    return sharding.with_memory_kind(HOST_MEMORY) if waits == {True} else sharding
 
 
 def split_slices(leaf: Array, axis: int) -> list[Array]:
@@ -119,7 +127,7 @@ def concatenated_at(node: Leaf | Slices, home: Home) -> Leaf:
     if not isinstance(node, Slices):
         return node
     if isinstance(home, Sharding) and not isinstance(home, SingleDeviceSharding):
-        return np.concatenate([np.asarray(part) for part in jax.device_get(node.parts)], node.axis)
+        return assembled(node)
     return jnp.concatenate(to_homes(node.parts, [home] * len(node.parts)), node.axis)
 
 
@@ -128,6 +136,7 @@ def to_homes(leaves: Sequence[Leaf], homes: Sequence[Home]) -> list[Array]:
     if jax.process_count() > 1:
         return [_to_home(leaf, home) for leaf, home in zip(leaves, homes, strict=True)]
     ours = [_to_home(leaf, home) if isinstance(leaf, np.ndarray) else leaf for leaf, home in zip(leaves, homes, strict=True)]
+    ours = list(map(_movable, ours, homes))
     return jax.device_put(ours, list(map(as_sharding, homes)))  # a device alone would leave what is in host memory there
 
 
@@ -138,7 +147,16 @@ def _to_home(leaf: Leaf, home: Home) -> Array:
         return put_across(leaf, home)
     if isinstance(leaf, np.ndarray):
         return jax.block_until_ready(jax.device_put(np.array(leaf), home))
-    return jax.device_put(leaf, home)
+    return jax.device_put(_movable(leaf, home), as_sharding(home))
+
+
+def _movable(leaf: Leaf, home: Home) -> Leaf:
+    """A value that JAX can move to a home: what is in the host memory of several devices does not go to others by itself."""
+    if not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind != HOST_MEMORY or len(leaf.sharding.device_set) == 1:
+        return leaf
+    if leaf.sharding.device_set == devices_in(home):
+        return leaf
+    return leaf.addressable_shards[0].data if leaf.is_fully_replicated else on_host(leaf)
 
 
 def at_replica(leaf: Array, home: Home, *, led: bool) -> Array:
@@ -167,13 +185,7 @@ def to_host(leaves: Sequence[Leaf], homes: Sequence[Sharding] | None = None) -> 
 
 def to_device(leaves: Sequence[Leaf], homes: Sequence[Home]) -> tuple[Array, ...]:
     """Begin to copy host arrays to devices or shardings, and return at once; a step may take over the copies."""
-
-    def source(leaf: Leaf, home: Home) -> Leaf:
-        """One copy of an array that is whole on several devices: JAX does not move such an array from host memory to one device."""
-        several = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1 and leaf.is_fully_replicated
-        return leaf.addressable_shards[0].data if several and isinstance(home, SingleDeviceSharding) else leaf
-
-    return tuple(jax.device_put(list(map(source, leaves, homes)), list(homes), may_alias=False))
+    return tuple(jax.device_put(list(map(_movable, leaves, homes)), list(homes), may_alias=False))
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""Parameter leaves whose types have no gradient (integers, booleans): how optimizers and callers of gradients see them.
+"""Parameter leaves whose types have no gradient (integers, booleans, PRNG keys): how optimizers and callers of gradients see them.
 
 A quantised base has such leaves. They are frozen: ``jax.value_and_grad(..., allow_int=True)`` gives a ``float0`` for each, and no
 optimizer can do anything with that. So an optimizer is given the floating leaves alone, with ``optax.MaskedNode`` in place of the

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -46,7 +47,11 @@ class Slices:
 
     def of(self, whole: Leaf) -> list[Leaf]:
         """A whole leaf, an array or a traced one, divided as this one is."""
-        return [whole[(*[slice(None)] * self.axis, slice(a, b))] for a, b in rows(self.sizes)]
+        return [whole[self.index(a, b)] for a, b in rows(self.sizes)]
+
+    def index(self, begin: int, end: int) -> tuple[slice, ...]:
+        """Where these rows are in the whole leaf."""
+        return (*[slice(None)] * self.axis, slice(begin, end))
 
     def shapes_of(self, whole: Leaf) -> list[jax.ShapeDtypeStruct]:
         """The shape of each slice of a whole leaf of a shape."""
@@ -82,7 +87,7 @@ def assembled(tree: Tree, join: Callable[[Slices], Leaf] | None = None) -> Tree:
     return joined(tree, join or _on_host)
 
 
-def _on_host(node: Slices) -> np.ndarray | Slices:
+def _on_host(node: Slices) -> Leaf:
     if gone := sum(getattr(part, "is_deleted", bool)() for part in node.parts):
         rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
         got = f"a leaf held as slices, {gone} of {len(node.parts)} of which a later step has consumed"
@@ -90,9 +95,26 @@ def _on_host(node: Slices) -> np.ndarray | Slices:
         raise StateError("state", rule, got, fix)
     if not all(part.is_fully_addressable for part in node.parts if isinstance(part, jax.Array)):
         return node
-    whole = np.empty(node.shape, node.parts[0].dtype)
-    for part, place in zip(node.parts, node.of(whole), strict=True):
-        place[...] = jax.device_get(part)
+    return put_together(node.shape, zip([node.index(a, b) for a, b in rows(node.sizes)], node.parts, strict=True))
+
+
+def on_host(leaf: Leaf) -> Leaf:
+    """An array on the host; typed PRNG keys, which NumPy does not know, on JAX's default device."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return put_together(leaf.shape, [((), leaf)]) if is_key else np.asarray(jax.device_get(leaf))
+
+
+def put_together(shape: Sequence[int], parts: Iterable[tuple[tuple[slice, ...], Leaf]]) -> Leaf:
+    """An array on the host, as ``on_host`` has it, of parts at these indices."""
+    parts = list(parts)
+    first = parts[0][1]
+    if jnp.issubdtype(first.dtype, jax.dtypes.prng_key):
+        numbers = [(index, jax.random.key_data(part)) for index, part in parts]
+        words = numbers[0][1].shape[first.ndim :]
+        return jax.random.wrap_key_data(jnp.asarray(put_together((*shape, *words), numbers)), impl=jax.random.key_impl(first))
+    whole = np.empty(shape, first.dtype)
+    for index, part in parts:
+        whole[index] = jax.device_get(part)
     return whole
 
 
@@ -160,7 +182,7 @@ def _divided(divisions: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 def _sliced(leaf: Leaf, sizes: Sequence[int], axis: int) -> Slices:
     node = Slices((), sizes, axis)
     if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and len(leaf.devices()) > 1:
-        leaf = np.asarray(jax.device_get(leaf))  # sharded in some way of the user's
+        leaf = on_host(leaf)  # sharded in some way of the user's
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return Slices(node.shapes_of(leaf), sizes, axis)
     return Slices(node.of(leaf), sizes, axis)

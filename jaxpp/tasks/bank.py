@@ -235,7 +235,7 @@ class Bank:
         if name in self._sets.layouts:
             raise BankError(where, "the names of sets differ", f"a second {name!r}", f"bank.remove({name!r}) first, or rename it")
         check_params(where, params)
-        check_alive(where, (params, opt_state))
+        check_alive(where, params=params, opt_state=opt_state)
         if opt_state is not None:
             expected = jax.eval_shape(self.optimizer.init, params)
             layout = SetLayout(jax.tree.structure(()), jax.tree.structure(expected), tuple(jax.tree.leaves(expected)))

@@ -15,6 +15,7 @@ from jaxpp.errors import BankError
 from jaxpp.runtime.edges import HOST_MEMORY
 from jaxpp.runtime.processes.here import elsewhere, is_here, processes_of, spread
 from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loss.traced_loss import unfit
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.types import Leaf, Params, Tree
 
@@ -44,7 +45,7 @@ class SetLayout(NamedTuple):
             wrong += [
                 f"{name}{jax.tree_util.keystr(path)} is {_describe(leaf)} instead of {describe(aval)}"
                 for (path, leaf), aval in pairs
-                if (getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) != (aval.shape, aval.dtype)
+                if _is_no_array(leaf) or (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype)
             ]
         return wrong
 
@@ -132,7 +133,7 @@ def check_params(where: str, params: Params) -> None:
     wrong = [
         f"params{jax.tree_util.keystr(path)} is {_describe(leaf)}"
         for path, leaf in leaves
-        if not isinstance(leaf, np.ndarray | np.generic | jax.Array) or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        if _is_no_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     if wrong:
         fix = "make a Python number an array with np.float32(number); keep integers with what all tasks share, such as an int8 base"
@@ -150,5 +151,12 @@ def is_key(leaf: Leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
+def _is_no_array(leaf: Leaf) -> bool:
+    """Whether it is none that JAX takes; one that a step has taken over is told of elsewhere."""
+    return not isinstance(leaf, jax.Array) and unfit(leaf, numbers=False) is not None
+
+
 def _describe(leaf: Leaf) -> str:
-    return describe(leaf) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else f"a {type(leaf).__name__}"
+    if _is_no_array(leaf) and (why := unfit(leaf, numbers=False)):
+        return f"a {why.what}" if "[" not in why.what else why.what
+    return describe(leaf)

@@ -24,7 +24,8 @@ from jaxpp.runtime.processes.channel import agreement, first_devices, rows_of_al
 from jaxpp.runtime.processes.here import devices_in, elsewhere, is_addressable, is_here
 from jaxpp.runtime.send import Send
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.stacked import Slices, joined, whole_shape
+from jaxpp.stages.loss.traced_loss import wrong_leaves
+from jaxpp.stages.stacked import Slices, joined, put_together, whole_shape
 from jaxpp.targets import refuse_compile_only
 from jaxpp.types import Array, Aval, Device, Leaf, Tree
 
@@ -53,7 +54,9 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
         >>> float(optax.tree.norm(gather({"w": jax.numpy.ones(4)})))
         2.0
     """
-    check_alive("jaxpp.gather", tree)
+    check_alive("jaxpp.gather", tree=tree)
+    if wrong := wrong_leaves("tree", jax.tree_util.tree_leaves_with_path(tree), "leave it out", numbers=True):
+        raise ArgumentError("jaxpp.gather(tree)", "every leaf is an array or a number", wrong.lines, wrong.fix)
     if not isinstance(device, (jax.Device, Sharding, NoneType)):
         fix = "pass one of jax.devices(), such as jax.devices()[0], or leave it out"
         raise ArgumentError("jaxpp.gather(tree, device)", "a tree is gathered on one of JAX's devices", shown(device), fix)
@@ -79,7 +82,7 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
             whole = leaf if everywhere else _brought(leaf, targets.keys())
             copies.append(jax.block_until_ready(put(whole, goal)))
     filled = jax.tree.structure(nodes).unflatten(copies)
-    return structure.unflatten(joined(filled, lambda node: jnp.concatenate(node.parts)))
+    return structure.unflatten(joined(filled, lambda node: jnp.concatenate(node.parts, node.axis)))
 
 
 def _brought(leaf: Array, readers: Collection[int]) -> Leaf:
@@ -96,10 +99,8 @@ def _brought(leaf: Array, readers: Collection[int]) -> Leaf:
         return None
     if len(parts) == 1:
         return next(iter(parts.values()))
-    whole = np.empty(leaf.shape, leaf.dtype)
-    for box, part in parts.items():
-        whole[tuple(slice(begin, end) for begin, end in box)] = np.asarray(part)
-    return whole
+    indices = [tuple(slice(begin, end) for begin, end in box) for box in parts]
+    return put_together(leaf.shape, zip(indices, parts.values(), strict=True))
 
 
 def _brought_part(aval: Aval, devices: Sequence[Device], here: Mapping[Device, Array], readers: Collection[int]) -> Array | None:
@@ -255,7 +256,7 @@ def _collected(values: Sequence[Array]) -> list[Array]:
             parts = [_brought(part, {keeper}) for part in node.parts]
             if jax.process_index() == keeper:
                 home = SingleDeviceSharding(jax.local_devices()[0], memory_kind=HOST_MEMORY)
-                collected[-1] = put(np.concatenate([np.asarray(part) for part in parts]), home)
+                collected[-1] = put(np.concatenate([np.asarray(part) for part in parts], node.axis), home)
     return collected
 
 

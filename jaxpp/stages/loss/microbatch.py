@@ -24,7 +24,7 @@ from jaxtyping import Int, UInt32
 
 from jaxpp.errors import BatchError
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loss.traced_loss import path_name, wrong_leaves
+from jaxpp.stages.loss.traced_loss import path_name, unfit, wrong_leaves
 from jaxpp.types import Aval, Batch, DType, Leaf, Tree
 
 _SHOWN = 8
@@ -50,7 +50,7 @@ class Microbatches:
 
     Args:
         batches: trees of arrays or numbers, all of one structure, the first axis of each array the examples of that microbatch. An
-            iterator is read to its end.
+            iterator is read to its end, and may fill the NumPy arrays of an item again for the next: each item is copied.
         weights: how much each microbatch counts, float[microbatches], such as the numbers of their tokens; they take the place of
             the pipeline's ``weight``. Default: what ``weight`` says, or the numbers of their examples.
 
@@ -73,7 +73,8 @@ class Microbatches:
         if isinstance(batches, (Array, np.ndarray, Mapping, str, Microbatches)) or not isinstance(batches, Iterable):
             got = f"an array of {len(batches)}" if isinstance(batches, (Array, np.ndarray)) else type(batches).__name__
             raise BatchError(where, rule, got, "pass jaxpp.Microbatches([first, second, ...])")
-        self.batches = tuple(batches)
+        whole = isinstance(batches, (list, tuple))  # an iterator may fill the arrays of an item again for the next
+        self.batches = tuple(batch if whole else jax.tree.map(_unshared, batch) for batch in batches)
         if not self.batches:
             raise BatchError(where, rule, "none", "leave out a step without microbatches")
         first = jax.tree.structure(self.batches[0])
@@ -85,6 +86,8 @@ class Microbatches:
 
     def _checked(self, weights: ArrayLike | Aval | Sequence[int | float]) -> ArrayLike | Aval:
         where, rule = "Microbatches(weights=...)", "the weights are a number for each microbatch"
+        if isinstance(weights, (Array, np.ma.MaskedArray)) and (why := unfit(weights)) is not None:
+            raise BatchError(where, rule, why.what, why.fix)
         try:
             given = weights if isinstance(weights, (Array, jax.ShapeDtypeStruct)) else np.asarray(weights, scale_dtype())
         except (TypeError, ValueError):
@@ -127,6 +130,10 @@ class Microbatches:
         *batches, self.weights = children
         self.batches = tuple(batches)
         return self
+
+
+def _unshared(leaf: Leaf) -> Leaf:
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def first_of(batch: Batch) -> Batch:
@@ -241,11 +248,9 @@ def _check_leaves(batch: Batch, names: Sequence[str], called: str) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise BatchError(called, "a batch is a tree of arrays", "a tree without leaves", "pass the arrays of one batch")
-    arrays = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, _NUMBER)]
-    wrong = wrong_leaves(called, arrays, lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
-    if wrong:
+    if wrong := wrong_leaves(called, leaves, "leave out what is neither, or let the function close over it", numbers=True):
         rule = "every batch leaf is an array whose first axis counts the examples, or a number for all of them"
-        raise BatchError(called, rule, wrong, "leave out what is neither, or let the function close over it")
+        raise BatchError(called, rule, wrong.lines, wrong.fix)
     lists = [
         f"{called}{jax.tree_util.keystr(path)}: a list of {_items(node)}"
         for path, node in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_list)

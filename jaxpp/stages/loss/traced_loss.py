@@ -21,6 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal, Var
 from jax.tree_util import KeyPath
 
@@ -557,19 +558,52 @@ def _check_order(graph: Graph, words: Words) -> None:
         raise words.error(words.where, rule, ordered, f"leave out ordered=True, or return the values as {words.aux}")
 
 
-def wrong_leaves(name: str, leaves: Sequence[tuple[KeyPath, Leaf]], allowed: Callable[[Leaf], bool]) -> list[str]:
-    """The path and the type of each leaf of a tree that is not allowed."""
-    return [f"{name}{jax.tree_util.keystr(path)}: {type(leaf).__name__}" for path, leaf in leaves if not allowed(leaf)]
+class Wrong(NamedTuple):
+    """Leaves of a tree that are no arrays of JAX's: a line for each, and what to do about them."""
+
+    lines: list[str]
+    fix: str
 
 
-_VALUES = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+def wrong_leaves(name: str, leaves: Sequence[tuple[KeyPath, Leaf]], fix: str, *, numbers: bool = False) -> Wrong | None:
+    """The leaves of a tree that ``jax.jit`` takes for no arrays (or Python ``numbers``), if any; ``fix`` is for other types."""
+    found = [(path, leaf, why) for path, leaf in leaves if (why := unfit(leaf, numbers=numbers)) is not None]
+    lines = [f"{name}{jax.tree_util.keystr(path)}: {why.what}" for path, _, why in found]
+    return Wrong(lines, "; ".join(dict.fromkeys(why.fix or fix for _, _, why in found))) if found else None
+
+
+class Unfit(NamedTuple):
+    """What a leaf is that JAX does not take, and what to do about it; empty if that depends on what it is for."""
+
+    what: str
+    fix: str = ""
+
+
+def unfit(leaf: Leaf, *, numbers: bool = True) -> Unfit | None:
+    """None for what ``jax.jit`` takes for an array (a shape, with ``numbers`` a Python number, too), else what is wrong with it."""
+    if isinstance(leaf, jax.Array):
+        fix = "copy what a step takes over before the step, jnp.copy(array), or pass the array anew"
+        return Unfit(f"{describe(leaf)}, deleted", fix) if not isinstance(leaf, Tracer) and leaf.is_deleted() else None
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return None
+    if isinstance(leaf, np.ma.MaskedArray):
+        return Unfit(f"{describe(leaf)}, masked", "pass array.filled(value), and the mask as an array of its own")
+    typed = isinstance(leaf, (np.ndarray, np.generic))
+    try:
+        jax.typeof(leaf)  # which knows what JAX takes, but for NumPy's strings of any length
+        return None if (numbers or typed) and not (typed and leaf.dtype.kind == "T") else Unfit(type(leaf).__name__)
+    except (TypeError, ValueError, OverflowError):
+        if not typed:
+            return Unfit(type(leaf).__name__)
+        swapped = not leaf.dtype.isnative
+        fix = "array.dtype.newbyteorder('=')" if swapped else "np.float32"
+        return Unfit(describe(leaf), f"convert it to a type that JAX knows, array.astype({fix})" + " for example" * (not swapped))
 
 
 def _check_aux(aux: Tree, words: Words, name: str = "") -> None:
     name = name or words.aux
-    wrong = wrong_leaves(name, jax.tree_util.tree_leaves_with_path(aux), lambda leaf: isinstance(leaf, _VALUES))
-    if wrong:
-        raise words.error(words.where, f"every {name} leaf is an array or a number", wrong, "leave out what is neither")
+    if wrong := wrong_leaves(name, jax.tree_util.tree_leaves_with_path(aux), "leave out what is neither", numbers=True):
+        raise words.error(words.where, f"every {name} leaf is an array or a number", wrong.lines, wrong.fix)
 
 
 def _check_state(aux: Tree, old: Tree, words: Words) -> tuple[list[Leaf], Tree]:
@@ -608,22 +642,20 @@ def check_trainable(leaves: Sequence[tuple[KeyPath, Leaf]], *, allow_int: bool) 
     if not leaves:
         raise ParamsError(where, "the parameters are a tree of arrays", "a tree without leaves", "pass the model's parameters")
 
-    def allowed(leaf: Aval) -> bool:
-        return not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-
+    arrays = [(path, leaf) for path, leaf in leaves if hasattr(leaf, "dtype")]
+    if unknown := wrong_leaves(where, arrays, "make an array of it with np.asarray"):
+        raise ParamsError(where, "every parameter leaf is an array as JAX takes it", unknown.lines, unknown.fix)
     found = [
         (f"{where}{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else type(leaf).__name__}", leaf)
         for path, leaf in leaves
     ]
-    wrong = [
-        shown for shown, leaf in found if not (hasattr(leaf, "dtype") and (allowed(leaf) if allow_int else has_gradient(leaf)))
-    ]
+    wrong = [shown for shown, leaf in found if not (hasattr(leaf, "dtype") and (allow_int or has_gradient(leaf)))]
     if wrong:
         rule = "every parameter leaf must be an array of floating type, because its gradient is"
-        fix = "make scalars arrays, and pass allow_int=True for leaves of integers and booleans, whose gradients are float0 then"
+        fix = "make scalars arrays, and pass allow_int=True for integers, booleans and PRNG keys, whose gradients are float0 then"
         if allow_int:
-            rule = "every parameter leaf must be an array of numbers; those of integers and booleans are frozen"
-            fix = "make scalars arrays with jnp.asarray; keep PRNG keys out of params (pass them as the key, or in the batch)"
+            rule = "every parameter leaf must be an array; those of integers, booleans and PRNG keys are frozen"
+            fix = "make scalars arrays with jnp.asarray"
         if any(callable(leaf) for _, leaf in leaves):
             fix = (
                 "keep the functions out of params, as with Equinox: params, static = eqx.partition(model, eqx.is_inexact_array), "
@@ -653,10 +685,8 @@ def check_arrays(model_state: Tree, name: str = "model state") -> None:
     """Refuse leaves of a model state, or of another tree called ``name``, that are no arrays, all of them at once."""
     where = name.replace(" ", "_")
     leaves = [(path[1:], leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model_state)]
-    wrong = wrong_leaves(where, leaves, lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
-    if wrong:
-        rule = f"every leaf of the {name} is an array"
-        raise ParamsError(where, rule, wrong, "make scalars arrays with jnp.asarray, and close over what never changes")
+    if wrong := wrong_leaves(where, leaves, "make scalars arrays with jnp.asarray, and close over what never changes"):
+        raise ParamsError(where, f"every leaf of the {name} is an array", wrong.lines, wrong.fix)
 
 
 def key_implementation(key: Aval | None) -> str | None:
