@@ -24,6 +24,7 @@ from jaxpp.engine.state import State, states_of
 from jaxpp.errors import BatchError, VerifyError
 from jaxpp.optim.owners import updated
 from jaxpp.optim.trains import part_of
+from jaxpp.plan.microbatch_weights import Sharing
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.edges import check_alive, put
 from jaxpp.runtime.processes.channel import agreement, raise_alike
@@ -32,7 +33,7 @@ from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.floating import filled, floating, has_gradient, masked, with_others
 from jaxpp.stages.graph import trace
 from jaxpp.stages.jaxpr import Atom, aval_of, has_kink, kind_of
-from jaxpp.stages.loss.aux import Reducer
+from jaxpp.stages.loss.aux import Reducer, average_of_examples
 from jaxpp.stages.loss.microbatch import Microbatches, num_examples, scale_dtype, shared_leaves, sizes, slice_batch
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.loss.traced_loss import path_name
@@ -54,7 +55,7 @@ _FIXES = {
 _NOISE = 8  # how many times what a change of the parameters' last digits does to a gradient is still rounding
 
 
-def oracle(  # noqa: PLR0913  (what the user has decided)
+def oracle(  # noqa: PLR0913, PLR0915  (what the user has decided; one step after the other)
     loss_fn: LossFn,
     params: Params,
     batch: Batch,
@@ -92,11 +93,13 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
         whole = shared_leaves(batch, shared)
         parts = sizes(num_examples(leaves, whole) // num_replicas, num_microbatches) * num_replicas
         pieces = [tree.unflatten(piece) for piece in slice_batch(leaves, parts, whole)]
-    weights = jnp.asarray(parts if weight is None else [weight(piece) for piece in pieces], scale_dtype())
+    own = None if weight is None or isinstance(weight, Sharing) else [weight(piece) for piece in pieces]
+    weights = jnp.asarray(parts if own is None else own, scale_dtype())
     if given is not None and given.weights is not None:
         weights = jnp.tile(jnp.asarray(given.weights, scale_dtype()), num_replicas)
-    shares = weights / weights.sum()
-    scales = shares if reduction == "mean" else jnp.ones_like(shares)
+    shares = weight.shares(pieces, [True] * len(pieces)) if isinstance(weight, Sharing) else weights / weights.sum()
+    sized = jnp.asarray(parts, scale_dtype()) / sum(parts)
+    scales, skips = shares if reduction == "mean" else jnp.ones_like(shares), weight is not None
 
     @jax.jit
     def step(params: Params, *rest: Tree) -> tuple[Array, Tree, Grads]:
@@ -122,12 +125,12 @@ def oracle(  # noqa: PLR0913  (what the user has decided)
         done = jax.block_until_ready(done)  # CPU devices lack the threads for several programs, each of which runs on all of them
         for replica, (i, (value, extra, grad)) in enumerate(zip(numbers, done, strict=True)):
             states[replica], aux = extra if has_state else (None, extra)
-            share, own = jax.tree.map(lambda leaf, scale=scales[i]: scale.astype(leaf.dtype) * leaf, (value, grad))
+            share, own = jax.tree.map(lambda leaf, scale=scales[i]: _scaled(scale, leaf, skips=skips), (value, grad))
             found[i] = share, aux, own
     losses, auxes, grads = zip(*(found[i] for i in range(len(pieces))), strict=True)
     total = _by_task(grads, scales, groups, num_microbatches) if groups else _sum(grads)
     new = [jax.tree.map(_mean_or_first, *states)] if has_state else []
-    return _sum(losses), _merge_aux(auxes, shares, reducers or {}), total, *new
+    return _sum(losses), _merge_aux(auxes, shares, sized, reducers or {}, skips=skips), total, *new
 
 
 def _value_and_grad(loss_fn: LossFn, *, has_aux: bool) -> Callable[[Params, Batch], tuple[Tree, Grads]]:
@@ -142,6 +145,8 @@ def _value_and_grad(loss_fn: LossFn, *, has_aux: bool) -> Callable[[Params, Batc
 
 def _part(batch: Batch, shared: Sequence[str], num_replicas: int, replica: int) -> Batch:
     """The rows of a microbatch that a replica has."""
+    if num_replicas == 1:
+        return batch
     leaves, tree = jax.tree.flatten(batch)
     whole = shared_leaves(batch, shared)
     parts = (num_examples(leaves, whole) // num_replicas,) * num_replicas
@@ -179,14 +184,27 @@ def _by_task(grads: Sequence[Grads], scales: Array, groups: Sequence[Sequence[in
     return [Joint(shared, found[r]) for r in sorted(found)]
 
 
-def _merge_aux(auxes: Sequence[Tree], scales: Float[Array, " microbatches"], reducers: Mapping[int, Reducer]) -> Tree:
+def _scaled(scale: Array, leaf: Array, dtype: DType | None = None, *, skips: bool) -> Array:
+    """A value times a scale; nothing of a microbatch of weight 0, if these are left out (``skips``)."""
+    dtype = leaf.dtype if dtype is None else dtype
+    return scale.astype(dtype) * (jnp.where(scale == 0, jnp.zeros_like(leaf), leaf) if skips else leaf)
+
+
+def _merge_aux(
+    auxes: Sequence[Tree],
+    scales: Float[Array, " microbatches"],
+    sized: Float[Array, " microbatches"],
+    reducers: Mapping[int, Reducer],
+    *,
+    skips: bool,
+) -> Tree:
     merged = []
     for k, column in enumerate(zip(*map(jax.tree.leaves, auxes), strict=True)):
         if k in reducers:
-            merged.append(reducers[k](column, scales))
+            merged.append(reducers[k](column, sized if reducers[k] is average_of_examples else scales))
         else:
             dtype = column[0].dtype if _inexact(column[0].dtype) else scale_dtype()
-            merged.append(sum(scale.astype(dtype) * leaf for scale, leaf in zip(scales, column, strict=True)))
+            merged.append(sum(_scaled(scale, leaf, dtype, skips=skips) for scale, leaf in zip(scales, column, strict=True)))
     return jax.tree.structure(auxes[0]).unflatten(merged)
 
 

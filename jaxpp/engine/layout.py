@@ -449,7 +449,8 @@ def _split_of(options: Options, batch: Batch, *, train: bool) -> Split:
     """How a batch is divided; for a step so that each replica's microbatches have as many examples as another's."""
     counts = options.schedule.num_microbatches, options.placement.num_replicas
     if isinstance(batch, Microbatches):
-        return Split(tuple(check_batch(part, 1, counts[1], options.shared, f"microbatch {i}") for i, part in enumerate(batch)))
+        own = {"shared": options.shared, "ragged": batch.weights is not None and counts[1] == 1}
+        return Split(tuple(check_batch(part, 1, counts[1], called=f"microbatch {i}", **own) for i, part in enumerate(batch)))
     if not train:
         return split_any(check_batch(batch, 1, shared=options.shared), *counts)
     return Split(sizes(check_batch(batch, *counts, options.shared), counts[0]))
@@ -600,7 +601,8 @@ class Preparer:
         known = {"packs": self.layout.packs, "state_owner": self.layout.state_owner}
         for name, cut in self._cuts.items():
             train = any(code.backward for code in cut.stages)
-            other._cuts.put(name, other.tracing.cut(cut.loss, cut.cuts, self.layout.owner, cut.reducers, train=train, **known))
+            again = other.tracing.cut(cut.loss, cut.cuts, self.layout.owner, cut.reducers, train=train, **known)
+            other._cuts.put(name, replace(again, weight=cut.weight))
         return other
 
     def cut_for(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool) -> CutLoss:
@@ -619,14 +621,14 @@ class Preparer:
         loss = self.tracing.trace(loss_fn, layout.variables, microbatch, key, train=train)
         same = loss.primitives == layout.spine
         cuts = layout.cuts if same else align(loss, options.schedule.num_stages, layout.owner, layout.state_owner, train=train)
-        loss, reducers = with_copies(loss, cuts, layout.copies), layout.reducers
+        loss, reducers, weight = with_copies(loss, cuts, layout.copies), layout.reducers, layout.weight
         if loss_fn != options.loss_fn:
             merge = self.tracing.merge(loss, loss_fn, layout.variables, microbatch, key)
-            reducers = merge.reducers
+            reducers, weight = merge.reducers, merge.weight
             if merge.warning is not None:
                 warn(merge.warning)
         known = {"packs": layout.packs, "state_owner": layout.state_owner}
-        return self.tracing.cut(loss, cuts, layout.owner, reducers, train=train, **known)
+        return replace(self.tracing.cut(loss, cuts, layout.owner, reducers, train=train, **known), weight=weight)
 
     def is_whole(self, batch: Batch, key: Key | None) -> bool:
         """Whether the loss of a step is known to be that of the whole batch of these shapes."""
@@ -682,7 +684,8 @@ class Preparer:
             given.append(Name(CALLER, Ref(Role.BATCH, len(jax.tree.leaves(parts[0])), shared=True)))
             weights = given_weights(leaves[-1], given[-1], len(leaves) - 1, replicas)
         else:
-            weights = None if layout.weight is None else weigh(layout.weight, batch, given, shared, split, replicas)
+            weight = layout.weight if chosen == options.loss_fn else cuts[0].weight
+            weights = None if weight is None else weigh(weight, batch, given, shared, split, replicas)
         return Step(
             cuts=cuts,
             variants=tuple(list(different).index(shape) for shape in shapes),

@@ -1,5 +1,6 @@
 """The user's loss traced as the options say, at any shapes and for any of the losses that a pipeline is given."""
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpp.errors import ArgumentError, LossError, shown
+from jaxpp.errors import ArgumentError, JaxppError, LossError, shown
 from jaxpp.options import Options
 from jaxpp.runtime.place import axes_in
 from jaxpp.stages.axes import ONE_DEVICE, RankAxes
@@ -16,9 +17,19 @@ from jaxpp.stages.cuts.cut_loss import CutLoss, cut
 from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.graph import ancestors
 from jaxpp.stages.jaxpr import aval_of, describe
-from jaxpp.stages.loss.aux import Reducer, reducers_of
-from jaxpp.stages.loss.example_axis import Examples, MicrobatchWarning, advice, follow, judge, place_of
-from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, num_examples, resized, shared_leaves
+from jaxpp.stages.loss.aux import Reducer, check_named, reducers_of
+from jaxpp.stages.loss.example_axis import (
+    Count,
+    Examples,
+    Incomparable,
+    MicrobatchWarning,
+    advice,
+    factor_of,
+    follow,
+    judge,
+    unexamined,
+)
+from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, is_ragged, num_examples, resized, scale_dtype, shared_leaves
 from jaxpp.stages.loss.rng_key import KeyArgument, key_argument, name_of
 from jaxpp.stages.loss.traced_loss import TracedLoss, in_order_of, trace_loss, unfit
 from jaxpp.types import Batch, Key, Leaf, LossFn, Tree
@@ -137,14 +148,16 @@ class Tracing:
         train: bool | None = None,
         per_layer: bool = False,
         axes: RankAxes | None = None,
+        raised: list[Exception] | None = None,
     ) -> TracedLoss:
         """A loss over the pipeline's parameters traced at a microbatch's shapes; ``train``: to be differentiated, the default.
 
-        ``axes``: of where it is to run, a rank unless given.
+        ``axes``: of where it is to run, a rank unless given. ``raised``: a list for what the loss itself raises.
         """
         params, *state = variables
         train = self.options.is_loss if train is None else train
         has_aux = self.options.has_aux if loss_fn == self.options.loss_fn else None
+        loss_fn = loss_fn if raised is None else _noting(loss_fn, raised)
         options = {"has_aux": has_aux, "differentiable": train, "frozen": self.frozen, "per_layer": per_layer}
         options |= {"shared": self.shared(microbatch), "is_loss": self.options.is_loss, "axes": axes or self.options.axes}
         traced = trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
@@ -161,6 +174,7 @@ class Tracing:
             "train": options.is_loss,
             "rates": rates_of(options.devices[0]),
             "speeds": placement.speeds,
+            "skips": options.weight is not None,
         }
         axes = [axes_in(place) for place in placement.places]
         if any(own.devices != options.axes.devices for own in axes):  # which the shapes in the loss name too
@@ -182,21 +196,32 @@ class Tracing:
         summed, automatic = options.reduction == "sum", options.weight == "auto"
         size = num_examples(jax.tree.leaves(microbatch), loss.shared)
         alone = count == 1 and not automatic  # a weight is asked again of later steps of more microbatches
+        weight, remarks = options.weight if callable(options.weight) else None, list[str]()
         trial = None if alone else self._trial(loss, loss_fn, variables, microbatch, key, max(count, 2))
-        examples = Examples.by_shape(loss, size) if trial is None else trial.examples
-        reducers, mixing = reducers_of(loss, options.reduce_aux, lambda: examples, strict=own, summed=summed)
-        weight = options.weight if callable(options.weight) else None
+        verdict = judge(trial.loss, trial.examples.loss) if isinstance(trial, _Trial) and loss.is_loss else None
+        divisor = verdict.divisor if automatic and verdict is not None and verdict.what == "count" else None
+        examples = trial.examples if isinstance(trial, _Trial) else Examples.by_shape(loss, size)
+        given_weights = given is not None and given.weights is not None
+        unknown = trial if isinstance(trial, str) and count > 1 and not given_weights else ""
+        if unknown and automatic and loss.is_loss:
+            rule = "the count that the loss divides by is found by comparing the loss at batches of two sizes"
+            raise LossError('weight="auto"', rule, unknown, "pass weight=lambda batch: ..., what a microbatch counts")
+        if unknown and not loss.is_loss:
+            check_named(loss, options.reduce_aux, unknown)
+        reducers, mixing = reducers_of(loss, options.reduce_aux, examples, strict=own, summed=summed, divisor=divisor)
         if trial is None or not loss.is_loss:
             return Merge(reducers, None, weight, whole=count == 1)
-        verdict, remarks = judge(trial.loss, examples.loss), list[str]()
-        whole = trial.whole and verdict.what == options.reduction and weight is None
-        if automatic and verdict.what == "count" and verdict.divisor is not None and verdict.divisor.var is not None:
-            whole, weight = trial.whole, _Counted(self, loss_fn, tuple(variables), key)
-        elif count > 1 and (given is None or given.weights is None) and (not callable(options.weight) or verdict.what == "mixed"):
-            paths = jax.tree_util.tree_leaves_with_path(microbatch)
-            leaves = [f"batch{jax.tree_util.keystr(path)}" for path, _ in paths]
-            told = advice(trial.loss, verdict, count, options.reduction, leaves)
-            remarks = [told] if told else []
+        whole = isinstance(trial, _Trial) and trial.whole and divisor is not None
+        if divisor is not None:
+            weight = _Counted(self, loss_fn, tuple(variables), key)
+        elif isinstance(trial, _Trial) and verdict is not None:
+            whole = trial.whole and verdict.what == options.reduction and weight is None
+            if count > 1 and not given_weights and (weight is None or verdict.what == "mixed"):
+                leaves = [f"batch{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(microbatch)]
+                told = advice(trial.loss, verdict, count, options.reduction, leaves, automatic=automatic)
+                remarks += [told] if told else []
+        elif unknown:
+            remarks.append(unexamined(unknown, count, options.reduction))
         if mixing and count > 1 and not callable(options.weight):
             got = "\n       ".join(mixing[:4])
             fix = 'say what becomes of it, for example reduce_aux={"<path>": "stack"}, or pass num_microbatches=1'
@@ -206,24 +231,86 @@ class Tracing:
         return Merge(reducers, MicrobatchWarning("\n".join(remarks)) if remarks else None, weight, whole)
 
     def _trial(
-        self, loss: TracedLoss, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None, count: int
-    ) -> "_Trial | None":
-        """What the loss does with the examples, from its traces at two batch sizes; None for a model that takes one size only.
+        self,
+        loss: TracedLoss,
+        loss_fn: LossFn,
+        variables: Sequence[Tree],
+        microbatch: Batch,
+        key: Key | None,
+        count: int,
+        axes: RankAxes | None = None,
+    ) -> "_Trial | str":
+        """What the loss does with the examples, from its traces at two batch sizes; or why that cannot be known.
 
-        The first sizes are those of a microbatch and of a whole batch. Equations that depend on the size are compared at others.
+        The first sizes are those of a microbatch and of a whole batch. A loss that cannot be traced at one of these, such as a
+        model for one size, is compared at other sizes. Of a loss that can, but is another list of equations at each, nobody knows
+        what microbatches make, unless it is seen at other sizes that they change it.
         """
         size = num_examples(jax.tree.leaves(microbatch), loss.shared)
-        known = {size: loss} if size > 1 else {}  # with one example, axes of length one would be taken for others
-        pairs = (max(size, 2), max(count * size, 3)), (size, 2 * size), (2 * size, 3 * size)
-        for first, second in (pair for pair in dict.fromkeys(pairs) if pair[0] > 1):
+        if is_ragged(jax.tree.leaves(microbatch), loss.shared):
+            return "the arrays of a microbatch have different numbers of rows"
+        traces = _Traces(
+            lambda avals, raised: self.trace(loss_fn, variables, avals, key, train=False, axes=axes, raised=raised),
+            lambda other: resized(microbatch, other, loss.shared),
+            {size: loss} if size > 1 else {},  # with one example, axes of length one would be taken for others
+            {},
+        )
+        ends, reason = (max(size, 2), max(count * size, 3)), ""
+        sizes = [each * size for each in range(1, 5) if each * size > 1]
+        for pair in dict.fromkeys((ends, *itertools.combinations(sizes, 2))):
             try:
-                for other in {first, second} - known.keys():
-                    known[other] = self.trace(loss_fn, variables, resized(microbatch, other, loss.shared), key, train=False)
-            except Exception:  # noqa: BLE001  (what the model says of other sizes is nothing that the user did)
-                return None
-            if (examples := follow(known[first], known[second], (first, second))) is not None:
-                return _Trial(known[first], examples, whole=(first, second) == pairs[0])
-        return None
+                examples = traces.compared(*pair)
+            except Incomparable as error:
+                reason = reason or str(error)
+                continue
+            trial = _Trial(traces.known[pair[0]], examples, pair, whole=pair == ends)
+            if trial.whole or not traces.failed.keys().isdisjoint(ends) or _tells(trial):
+                return trial
+            break  # it may be another function at the sizes that are needed
+        return reason
+
+
+class _Traces(NamedTuple):
+    """A loss traced at batches of several sizes."""
+
+    trace: Callable[[Batch, list[Exception]], TracedLoss]  # of these shapes; the list is for what the loss raises
+    avals: Callable[[int], Batch]  # of a batch of so many examples
+    known: dict[int, TracedLoss]
+    failed: dict[int, str]  # what it raises at which size
+
+    def at(self, size: int) -> TracedLoss:
+        """A new trace; Incomparable if the loss cannot be traced at that size."""
+        raised: list[Exception] = []
+        try:
+            return self.trace(self.avals(size), raised)
+        except Exception as error:
+            if not isinstance(error, JaxppError) and not any(error is each for each in raised):
+                raise  # which is no word of the user's function about the size, nor ours about its result
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.failed[size] = f"with {size} examples in a batch it raises {said}"
+            raise Incomparable(self.failed[size]) from error
+
+    def compared(self, first: int, second: int) -> Examples:
+        """What the loss does with the examples, by its traces at two sizes."""
+        for size in (first, second):
+            if size in self.failed:
+                raise Incomparable(self.failed[size])
+            if size not in self.known:
+                self.known[size] = self.at(size)
+        return follow(self.known[first], self.known[second], (first, second), lambda: self.at(first))
+
+
+def _noting(loss_fn: LossFn, raised: list[Exception]) -> LossFn:
+    """The loss, of which what it raises is added to a list."""
+
+    def noting(*args: Tree) -> Tree:
+        try:
+            return loss_fn(*args)
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    return noting
 
 
 class _Trial(NamedTuple):
@@ -231,7 +318,13 @@ class _Trial(NamedTuple):
 
     loss: TracedLoss
     examples: Examples
+    sizes: tuple[int, int]
     whole: bool  # whether the sizes were those of a microbatch and of the whole batch
+
+
+def _tells(trial: _Trial) -> bool:
+    """Whether the loss is known to be something that microbatches change."""
+    return trial.loss.is_loss and judge(trial.loss, trial.examples.loss).what == "mixed"
 
 
 class Merge(NamedTuple):
@@ -243,40 +336,71 @@ class Merge(NamedTuple):
     whole: bool  # whether the loss of the step is known to be that of the whole batch
 
 
+class _Found(NamedTuple):
+    """The count that a loss divides by, at microbatches of one shape."""
+
+    loss: TracedLoss
+    repeated: int  # how often a microbatch is in the batch of the trace
+    divisor: Count
+    degree: int  # of the sum that is divided
+    shared: bool  # whether the weights must add up to 1
+
+
 @dataclass(frozen=True)
 class _Counted:
-    """``weight="auto"``: the count that a loss divides by, as a function of a microbatch."""
+    """``weight="auto"``: the count that a loss divides by, as a function of a microbatch; and the shares of all microbatches.
+
+    The loss of the whole batch is the sum S of what the examples have, times a function h of the count C. Of a microbatch it is
+    S_i h(C_i), so its share is h(C) / h(C_i), whatever the guards in h; and none where h(C_i) is not finite, since nothing counts.
+    """
 
     tracing: Tracing
     loss_fn: LossFn
     variables: tuple[Tree, ...]
     key: Key | None
-    known: "dict[Hashable, tuple[int, int, int]]" = field(default_factory=dict)  # where it is, by the shapes of a microbatch
+    known: "dict[Hashable, _Found]" = field(default_factory=dict)  # by the shapes of a microbatch
 
-    def _find(self, batch: Batch) -> tuple[int, int, int]:
-        """Which result of which equation it is, and of how many powers of the number of examples the loss has it as a multiple."""
-        loss = self.tracing.trace(self.loss_fn, self.variables, batch, self.key, train=False)
-        trial = self.tracing._trial(loss, self.loss_fn, self.variables, batch, self.key, 2)
-        verdict = None if trial is None else judge(trial.loss, trial.examples.loss)
-        if trial is None or verdict is None or verdict.what != "count" or verdict.divisor is None or verdict.divisor.var is None:
-            rule = "the count that the loss divides by is found in microbatches of every shape, or it weighs none"
-            got = f"none in microbatches of {', '.join(describe(leaf) for leaf in jax.tree.leaves(batch))}"
-            raise LossError('weight="auto"', rule, got, "pass weight=lambda batch: ..., what a microbatch counts")
-        return *place_of(trial.loss.graph, verdict.divisor.var), verdict.divisor.degree or 0
+    def _find(self, batch: Batch) -> _Found:
+        name = shapes_key(batch, None)
+        if name not in self.known:
+            tracing, given = self.tracing, (self.loss_fn, self.variables, batch, self.key)
+            loss = tracing.trace(*given, train=False, axes=ONE_DEVICE)
+            trial = tracing._trial(loss, *given, 2, ONE_DEVICE)
+            verdict = None if isinstance(trial, str) else judge(trial.loss, trial.examples.loss)
+            if isinstance(trial, str) or verdict is None or verdict.what != "count" or verdict.divisor is None:
+                rule = "the count that the loss divides by is found in microbatches of every shape, or it weighs none"
+                got = f"none in microbatches of {', '.join(describe(leaf) for leaf in jax.tree.leaves(batch))}"
+                raise LossError('weight="auto"', rule, got, "pass weight=lambda batch: ..., what a microbatch counts")
+            repeated = trial.sizes[0] // num_examples(jax.tree.leaves(batch), loss.shared)
+            self.known[name] = _Found(trial.loss, repeated, verdict.divisor, verdict.degree, verdict.shared)
+        return self.known[name]
 
     def __call__(self, batch: Batch) -> jax.Array:
-        shapes = batch_avals(batch)
-        name = shapes_key(shapes, None)
-        if name not in self.known:
-            self.known[name] = self._find(shapes)
-        i, k, degree = self.known[name]
-        loss = self.tracing.trace(self.loss_fn, self.variables, shapes, self.key, train=False, axes=ONE_DEVICE)
-        graph = loss.graph
-        var = graph.eqns[i].outvars[k]
-        needed = ancestors(graph, [var])
+        """What a microbatch counts, as if the loss were not divided by the number of examples."""
+        found = self._find(batch_avals(batch))
+        loss, var = found.loss, found.divisor.var
+        assert var is not None
+        graph, needed = loss.graph, ancestors(loss.graph, [var])
         eqns = [i for i, eqn in enumerate(graph.eqns) if not needed.isdisjoint(eqn.outvars)]
         constants = [constant for constant in graph.constants if constant in needed]
         run = graph.function(eqns, [*loss.batch, *constants], [var])
         leaves = [jnp.asarray(leaf, aval_of(var).dtype) for leaf, var in zip(jax.tree.leaves(batch), loss.batch, strict=True)]
+        size = num_examples(leaves, loss.shared) * found.repeated
+        leaves = [leaf if k in loss.shared else jnp.concatenate([leaf] * found.repeated) for k, leaf in enumerate(leaves)]
         (count,) = run(*leaves, *(graph.constants[constant] for constant in constants))
-        return count * float(num_examples(leaves, loss.shared)) ** -degree
+        return count.reshape(()).astype(scale_dtype()) * float(size) ** -(found.divisor.degree or 0) / found.repeated
+
+    def shares(self, pieces: Sequence[Batch], counted: Sequence[bool]) -> jax.Array:
+        """The share that each microbatch's loss has in that of the whole batch; none where it is not ``counted``."""
+        found = [self._find(batch_avals(piece)) for piece in pieces]
+        counts = jnp.where(jnp.asarray(counted), jnp.stack([self(piece) for piece in pieces]), 0)
+        if found[0].shared:
+            return counts / counts.sum()
+        sizes = [float(num_examples(jax.tree.leaves(piece), each.loss.shared)) for piece, each in zip(pieces, found, strict=True)]
+
+        def scale(each: _Found, count: jax.Array, size: float) -> jax.Array:
+            return factor_of(each.loss.graph, each.divisor)(count * size ** (each.divisor.degree or 0)) * size**each.degree
+
+        whole = scale(found[0], counts.sum(), sum(size for size, counts in zip(sizes, counted, strict=True) if counts))
+        parts = jnp.stack([scale(*each) for each in zip(found, counts, sizes, strict=True)])
+        return jnp.where(jnp.asarray(counted) & (parts != 0) & jnp.isfinite(parts), whole / parts, 0)

@@ -32,7 +32,7 @@ from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.floating import has_gradient
 from jaxpp.stages.graph import Graph, Piece, partition, trace
 from jaxpp.stages.jaxpr import Atom, shapes_of, variables
-from jaxpp.stages.loss.aux import REDUCERS, Join, Reducer
+from jaxpp.stages.loss.aux import REDUCERS, Join, Reducer, average_of_examples
 from jaxpp.stages.loss.microbatch import Split, fold_keys, scale_dtype, slice_batch
 from jaxpp.stages.program import Pack, Program, Ref, Role
 from jaxpp.types import Array, Aval, Key, Tree
@@ -559,7 +559,7 @@ def _reduce(builder: Builder, step: Step) -> None:
 
             def reduced(*args: Array, reducer: Reducer = reducer, sizes: Sequence[int] = step.sizes) -> list[Array]:
                 weights = jnp.stack(args[len(sizes) :])
-                if step.summed:
+                if step.summed or reducer is average_of_examples:
                     weights = jnp.asarray(sizes, weights.dtype) / sum(sizes)
                 return [reducer(args[: len(sizes)], weights)]
 

@@ -6,6 +6,7 @@ Weights without a mean make a step of NaN: constant ones are refused when traced
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,15 @@ from jaxpp.stages.jaxpr import describe, shapes_of, variables
 from jaxpp.stages.loss.microbatch import Microbatches, Split, first_of, scale_dtype, slice_batch
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Array, Aval, Batch, Leaf
+
+
+@runtime_checkable
+class Sharing(Protocol):
+    """What says not how much a microbatch weighs, but which share each has, which need not add up to 1."""
+
+    def shares(self, pieces: Sequence[Batch], counted: Sequence[bool]) -> Array:
+        """The share of each microbatch; none where it is not ``counted``."""
+        ...
 
 
 @dataclass
@@ -70,11 +80,15 @@ def weigh(
         if lead:
             pairs = list(zip(values, given, strict=True))
             rows = [[leaf if name.ref.shared else leaf[r] for leaf, name in pairs] for r in range(num_replicas)]
-        weights = [jnp.asarray(weight(tree.unflatten(piece))) for row in rows for piece in pieces(row)]
-        if odd := [describe(value) for value in weights if value.shape != ()]:
-            raise LossError("weight", "a weight is one scalar a microbatch", odd[0], "reduce it, for example with .sum()")
+        parts_of = [tree.unflatten(piece) for row in rows for piece in pieces(row)]
         counts = np.ones((num_replicas, len(parts)))
         counts[num_replicas - split.num_idle :, -1] = 0
+        if isinstance(weight, Sharing):
+            shares = weight.shares(parts_of, [bool(count) for count in counts.ravel()])
+            return [shares.reshape(*lead, len(parts)), *jnp.where(jnp.isfinite(shares), 1.0, shares)]
+        weights = [jnp.asarray(weight(part)) for part in parts_of]
+        if odd := [describe(value) for value in weights if value.shape != ()]:
+            raise LossError("weight", "a weight is one scalar a microbatch", odd[0], "reduce it, for example with .sum()")
         stacked = jnp.where(counts.ravel() > 0, jnp.stack(weights).astype(scale_dtype()), 0)
         return [(stacked / stacked.sum()).reshape(*lead, len(parts)), *weights]
 

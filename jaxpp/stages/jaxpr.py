@@ -147,9 +147,18 @@ def equations_of(
 
 def called(eqn: JaxprEqn, opened: Collection[str]) -> ClosedJaxpr | None:
     """The function that an equation calls, if the equation is of one of the kinds ``opened``."""
-    kind = kind_of(eqn)
-    inner = eqn.params.get("jaxpr" if kind in ("jit", "checkpoint") else "call_jaxpr") if kind in opened else None
+    if kind_of(eqn) not in opened:
+        return None
+    named = [eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "call")]
+    higher = eqn.params.get("_prim")  # ``jax.checkpoint`` and ``jax.custom_vjp`` under ``jax_remat3`` and ``jax_custom_vjp3``
+    named += [getattr(higher, "jaxpr", None), getattr(getattr(higher, "traced", None), "jaxpr", None)]
+    inner = next((each for each in named if isinstance(each, (Jaxpr, ClosedJaxpr))), None)
     return ClosedJaxpr(inner, []) if isinstance(inner, Jaxpr) else inner
+
+
+def only_names(eqn: JaxprEqn) -> bool:
+    """Whether an equation only gives its operand a name for the policies of ``jax.checkpoint``, which ``jax_remat3`` writes so."""
+    return kind_of(eqn) == "name" or type(eqn.params.get("_prim")).__name__ == "CheckpointName"
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:

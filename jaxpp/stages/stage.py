@@ -109,6 +109,7 @@ class StageBuilder:
     rates: Rates = CPU_RATES  # of the devices, by which costs are estimated
     speeds: Sequence[float] = ()  # how many times as fast as the narrowest rank that of each stage is; empty: all are alike
     axes: Sequence[RankAxes] | None = None  # of the rank of each stage, where the loss names those of the widest rank
+    skips: bool = False  # whether a microbatch of weight 0 adds nothing, not even 0 times what is not finite
 
     def build(self, stage: int, piece: Piece, remat: RematPolicy) -> StageCode:
         """The programs of the stage that runs ``piece``; ``remat`` says what its forward keeps."""
@@ -235,7 +236,7 @@ class StagePrograms:
         graph, below = traced.graph, builder.pack_below
         does = fingerprint(graph.eqns, [*graph.inputs, *graph.constants], graph.outputs)
         names = traced.inputs, traced.results, traced.returned, traced.seeds
-        self._does = does and (does, names, stage, builder.rows, num_constants, remat, builder.scaled_by, below)
+        self._does = does and (does, names, stage, builder.rows, num_constants, remat, builder.scaled_by, below, builder.skips)
         self.refs: dict[Var, Ref] = dict(zip(graph.inputs, traced.inputs, strict=True))
         self.refs |= {var: Ref(Role.CONSTANT, num_constants + k) for k, var in enumerate(graph.constants)}
         split = len(traced.results)
@@ -487,7 +488,7 @@ class StagePrograms:
         shapes += tuple(jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled)
         if not added:
             return Program(run, names, tuple(outputs), shapes, env=self.traced.graph.env)
-        split, packs = len(names), [pack for pack in packs if not set(pack.members).isdisjoint(outputs)]
+        skips, split, packs = self._builder.skips, len(names), [pack for pack in packs if not set(pack.members).isdisjoint(outputs)]
         members = {ref for pack in packs for ref in pack.members}
         sums = {outputs[k]: summands.sum for k, summands in added.items() if outputs[k] not in members}
         sums |= {pack.ref: pack.aval for pack in packs}
@@ -496,10 +497,11 @@ class StagePrograms:
 
         def function(*args: jax.Array) -> list[jax.Array]:
             values, scale = iter(run(*args[:split])), args[split]
+            terms = (jnp.where(scale == 0, jnp.zeros_like(term), term) for term in values) if skips else values
             totals = dict(zip(going_on, args[split + 1 :], strict=True))
             results = {}
             for k, ref in enumerate(outputs):
-                results[ref] = added[k].added(totals.get(ref), scale, values) if k in added else next(values)
+                results[ref] = added[k].added(totals.get(ref), scale, terms) if k in added else next(values)
             for pack in packs:
                 missing = {ref: jnp.zeros(aval.shape, aval.dtype) for ref, aval in zip(pack.members, pack.avals, strict=True)}
                 share = pack.join(missing | results)

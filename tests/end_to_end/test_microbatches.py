@@ -466,3 +466,33 @@ def test_some_random_lists_equal_the_oracle():
 @pytest.mark.parametrize("seed", range(30))
 def test_three_hundred_random_lists_equal_the_oracle(seed):
     check_random_lists(seed, 10)
+
+
+def test_padded_graphs_whose_nodes_and_edges_are_as_many_as_they_are_come_as_microbatches_with_weights():
+    def graphs(seed, num_nodes, num_edges):
+        rng = np.random.default_rng(seed)
+        return {
+            "nodes": rng.normal(size=(num_nodes, 4)).astype(np.float32),
+            "senders": rng.integers(0, num_nodes, num_edges),
+            "receivers": rng.integers(0, num_nodes, num_edges),
+            "n_node": np.array([num_nodes - 1, 1]),
+            "real": np.array([1.0, 0.0], np.float32),
+        }
+
+    def loss(params, graph):
+        h = jnp.tanh(graph["nodes"] @ params["a"])
+        h = jnp.tanh(jax.ops.segment_sum(h[graph["senders"]], graph["receivers"], len(h)) @ params["b"])
+        count = graph["n_node"].shape[0]
+        number = jnp.repeat(jnp.arange(count), graph["n_node"], total_repeat_length=len(h))
+        return (jax.ops.segment_sum((h**2).sum(1), number, count) * graph["real"]).sum()
+
+    params = {name: np.random.default_rng(9).normal(size=(4, 4)).astype(np.float32) / 2 for name in "ab"}
+    parts, weights = [graphs(0, 6, 9), graphs(1, 6, 9), graphs(2, 8, 12)], [1.0, 1.0, 2.0]
+    pipe = jaxpp.Pipeline(loss, optax.sgd(0.1), num_stages=2, num_microbatches=3)
+    batch = jaxpp.Microbatches(parts, weights=weights)
+    state = pipe.init(params, batch)
+    pipe.verify(state, batch)
+    wanted = sum(w * loss(params, part) for w, part in zip(weights, parts, strict=True)) / 4
+    np.testing.assert_allclose(pipe.step(state, batch)[1].loss, wanted, rtol=1e-5)
+    with pytest.raises(BatchError, match="all batch leaves have the same first axis"):
+        pipe.evaluate(pipe.init(params, batch), jaxpp.Microbatches(parts))

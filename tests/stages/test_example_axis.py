@@ -1,5 +1,6 @@
 """A loss or an output of which microbatches make something else than the whole batch does is told, and no other."""
 
+import itertools
 import warnings
 
 import jax
@@ -7,9 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive, primitives
 
 import jaxpp
-from jaxpp.errors import ArgumentError, OutputError, VerifyError
+from jaxpp.engine.tracing import Tracing
+from jaxpp.errors import ArgumentError, LossError, OutputError, VerifyError
+from jaxpp.options import Options
+from jaxpp.stages.jaxpr import kind_of
+from jaxpp.stages.loss import example_axis
 from jaxpp.stages.loss.example_axis import Verdict
 
 RNG = np.random.default_rng(0)
@@ -444,3 +451,323 @@ def test_verify_says_what_it_compared_and_compares_with_the_whole_batch_where_bo
     monkeypatch.setattr("jaxpp.engine.tracing.judge", lambda *_: Verdict("mean"))  # wrong, and found out by numbers
     with pytest.raises(VerifyError, match="loss"):
         compared(SUMS["a sum"])
+
+
+# ------------------------------------------------------------------------------------------------- what a loss may close over
+# Cheaper than the lists above, so that there can be many: the verdict, and the values on one device, of three batches.
+
+TABLE, VECTOR, CLASSES = RNG.normal(size=(5, 6)), jnp.asarray(RNG.normal(size=6)), RNG.uniform(0.5, 2, size=5)
+LONG, AS_LONG = RNG.normal(size=(64, 6)), jnp.asarray(RNG.normal(size=(16, 6)))
+TURNS, ALIBI = np.exp(1j * np.arange(7)[:, None] * np.arange(1, 7)), -np.abs(np.arange(7)[:, None] - np.arange(7))
+SEGMENTS = np.array([0, 0, 0, 1, 1, 2, 2])
+CALLS = itertools.count(1)
+
+
+def hidden(p, b):
+    return jnp.tanh(b["x"] @ p["a"])
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, x), lambda _, g: (2 * g,))
+
+
+def experts(p, b):
+    gates = jax.nn.softmax(b["x"] @ p["b"])
+    top, index = jax.lax.top_k(gates, 2)
+    return jnp.einsum("nk,nkd->nd", top, (b["x"] @ p["a"])[:, None] * jnp.asarray(TABLE)[index])
+
+
+def pieces_alike(p, b):
+    """Contrastive within an example: its tokens against one another."""
+    h = p["a"][b["t"] % 6]
+    return jax.nn.log_softmax(jnp.einsum("ntd,nsd->nts", h, h))[:, jnp.arange(7), jnp.arange(7)].mean(1)
+
+
+def packed(p, b, bias: object = 0.0):
+    h = p["a"][b["t"] % 6]
+    scores = jnp.einsum("ntd,nsd->nts", h, h) + jnp.asarray(bias)
+    scores = jnp.where(SEGMENTS[:, None] == SEGMENTS, scores, -1e9)
+    return (jax.nn.softmax(scores) @ h).mean((1, 2))
+
+
+def at_compile_time(p, b):
+    with jax.ensure_compile_time_eval():
+        table, ones = jnp.sin(jnp.arange(6.0)), jnp.ones(len(b["x"]))
+    return ((hidden(p, b) * table).sum(1) * ones).mean()
+
+
+def counted_up(p, b):
+    return hidden(p, b).mean() + 0 * next(CALLS)
+
+
+def halved(row):
+    return jax.lax.stop_gradient(jax.lax.while_loop(lambda h: jnp.abs(h).sum() > 1, lambda h: h / 2, row))
+
+
+def summed_up(p, b):
+    def add(carry, row):
+        return (carry[0] + jnp.tanh(row @ p["a"]).sum(), carry[1] + 1.0), ()
+
+    total, count = jax.lax.scan(add, (0.0, 0.0), b["x"])[0]
+    return total / count
+
+
+INNOCENT = {
+    "a vector": lambda p, b: (hidden(p, b) * VECTOR).mean(),
+    "an array of NumPy": lambda p, b: (hidden(p, b) @ TABLE.T).mean(),
+    "an array of bfloat16": lambda p, b: (hidden(p, b) * VECTOR.astype(jnp.bfloat16)).mean(),
+    "complex numbers": lambda p, b: jnp.real(p["a"][b["t"] % 6] * TURNS).mean(),
+    "a scalar of NumPy": lambda p, b: hidden(p, b).mean() * np.float64(1.7) + np.float32(2),
+    "a scalar array": lambda p, b: hidden(p, b).mean() * jnp.asarray(1.7),
+    "an array of nothing": lambda p, b: hidden(p, b).mean() + jnp.zeros(0).sum(),
+    "a table of rows": lambda p, b: (hidden(p, b) + jnp.asarray(TABLE)[b["y"]]).mean(),
+    "weights of classes": lambda p, b: (losses(p, b) * jnp.asarray(CLASSES)[b["y"]]).mean(),
+    "a typed key": lambda p, b: (hidden(p, b) @ jax.random.normal(KEY, (6, 3))).mean(),
+    "a raw key": lambda p, b: (hidden(p, b) @ jax.random.normal(jax.random.PRNGKey(0), (6, 3))).mean(),
+    "turned embeddings (RoPE)": lambda p, b: jnp.real(jnp.abs(p["a"][b["t"] % 6] * TURNS) ** 2).mean(),
+    "distances (ALiBi)": lambda p, b: packed(p, b, bias=ALIBI).mean(),
+    "packed segments": lambda p, b: packed(p, b).mean(),
+    "a mask for each token": lambda p, b: jnp.where(
+        jnp.tril(np.ones((7, 7), bool)), p["a"][b["t"] % 6] @ p["a"].sum(0)[:, None], 0
+    ).mean(),
+    "a mixture of experts": lambda p, b: experts(p, b).mean(),
+    "contrastive within an example": lambda p, b: pieces_alike(p, b).mean(),
+    "tied weights": lambda p, b: (jnp.tanh(hidden(p, b) @ p["b"]) @ p["b"].T * VECTOR).mean(),
+    "rows of ones": lambda p, b: (hidden(p, b) * np.ones((len(b["x"]), 1))).mean(),
+    "rows alike": lambda p, b: (hidden(p, b) * np.tile(np.arange(6.0), (len(b["x"]), 1))).mean(),
+    "shares of NumPy": lambda p, b: (losses(p, b) * np.full(len(b["x"]), 1 / len(b["x"]))).sum(),
+    "the number of examples in an array": lambda p, b: losses(p, b).sum() / jnp.asarray([len(b["x"])], float)[0],
+    "an array at compile time": at_compile_time,
+    "a loss that counts its traces": counted_up,
+    "a number that is drawn": lambda p, b: hidden(p, b).mean() + 0 * np.random.default_rng().random(),
+    "a name": lambda p, b: checkpoint_name(hidden(p, b), "hidden").mean(),
+    "a name and a policy": lambda p, b: jax.checkpoint(
+        lambda h: checkpoint_name(h * VECTOR, "h"), policy=jax.checkpoint_policies.save_only_these_names("h")
+    )(hidden(p, b)).mean(),
+    "a derivative of its own": lambda p, b: doubled(hidden(p, b) * VECTOR).mean(),
+    "a constant in a loop": lambda p, b: jax.lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h * VECTOR), hidden(p, b)).mean(),
+    "a constant in a branch": lambda p, b: jax.lax.cond(p["a"].sum() > 0, lambda h: h * VECTOR, jnp.sin, hidden(p, b)).mean(),
+    "a constant in a map": lambda p, b: jax.lax.map(lambda x: (x * VECTOR).sum(), hidden(p, b)).mean(),
+    "a map by fours": lambda p, b: jax.lax.map(lambda x: (x * VECTOR).sum(), hidden(p, b), batch_size=4).mean(),
+    "a loop until each is small": lambda p, b: (jax.vmap(halved)(b["x"]) * hidden(p, b)).mean(),
+    "a branch for each": lambda p, b: jax.vmap(lambda x: jax.lax.cond(x[0] > 0, jnp.tanh, jnp.sin, x))(hidden(p, b)).mean(),
+    "a sum and a count in a loop": summed_up,
+    "a loop over examples by number": lambda p, b: (
+        jax.lax.fori_loop(0, len(b["x"]), lambda i, c: c + losses(p, b)[i] * CLASSES[0], 0.0) / len(b["x"])
+    ),
+    "a constant column": lambda p, b: jnp.concatenate([hidden(p, b), jnp.ones((len(b["x"]), 1))], 1).mean(),
+}
+KEY = jax.random.key(3)
+TOLD = {
+    "a table as long as the batch": lambda p, b: (hidden(p, b) + AS_LONG[: len(b["x"])]).var(1).mean(),
+    "a longer table": lambda p, b: (hidden(p, b) * LONG[: len(b["x"])]).mean(),
+    "one row of a table": lambda p, b: (hidden(p, b) * LONG[len(b["x"])]).mean(),
+    "one row of parameters": lambda p, b: (hidden(p, b) * p["a"][len(b["x"]) % 5]).mean(),
+    "noise of a fixed key": lambda p, b: (hidden(p, b) * jax.random.normal(KEY, b["x"].shape)).mean(),
+    "a shuffle by a fixed key": lambda p, b: (hidden(p, b) * jax.random.permutation(KEY, b["x"])).mean(),
+    "weights of NumPy by place": lambda p, b: (losses(p, b) * np.linspace(0, 1, len(b["x"]))).mean(),
+    "a vector that knows the size": lambda p, b: jnp.tanh(hidden(p, b) * np.full(6, 1 / len(b["x"]))).mean(),
+    "a power of the size": lambda p, b: hidden(p, b).mean() + 0.9 ** jnp.asarray(len(b["x"])),
+    "a root of the size": lambda p, b: losses(p, b).sum() * np.float64(len(b["x"]) ** -0.5),
+    "a bound that knows the size": lambda p, b: jnp.clip(hidden(p, b), -2 / len(b["x"]), 1).mean(),
+    "a vector padded to the size": lambda p, b: (losses(p, b) * jnp.pad(VECTOR[:3], (0, len(b["x"]) - 3))).mean(),
+    "as many turns as examples": lambda p, b: hidden(p, b).mean() * jax.lax.fori_loop(0, len(b["x"]), lambda _, c: c * 0.9, 1.0),
+    "a loop while there are examples": lambda p, b: (
+        hidden(p, b).mean() * jax.lax.while_loop(lambda c: c[0] < len(b["x"]), lambda c: (c[0] + 1, c[1] * 0.9), (0, 1.0))[1]
+    ),
+    "a loop until all are small": lambda p, b: (
+        jax.lax.stop_gradient(jax.lax.while_loop(lambda h: jnp.abs(h).max() > 0.1, lambda h: h / 2, b["x"])) * hidden(p, b)
+    ).mean(),
+    "a branch by the size": lambda p, b: jax.lax.cond(jnp.asarray(len(b["x"]) > 8), jnp.tanh, jnp.sin, b["x"] @ p["a"]).mean(),
+    "a choice by the size": lambda p, b: jnp.where(len(b["x"]) > 8, 1.0, 2.0) * hidden(p, b).mean(),
+    "an if by the size": lambda p, b: hidden(p, b).mean() * 2 if len(b["x"]) > 8 else hidden(p, b).mean(),
+    "a branch by all": lambda p, b: jax.lax.cond(b["x"].sum() > 0.3, jnp.tanh, jnp.cos, b["x"] @ p["a"]).mean(),
+    "a loop over examples that knows their numbers": lambda p, b: (
+        jax.lax.fori_loop(0, len(b["x"]), lambda i, c: c + losses(p, b)[i] * i, 0.0) / len(b["x"])
+    ),
+    "a loop over neighbours": lambda p, b: (
+        jax.lax.fori_loop(1, len(b["x"]), lambda i, c: c + losses(p, b)[i] * losses(p, b)[i - 1], 0.0) / len(b["x"])
+    ),
+    "sums on the way": lambda p, b: jax.lax.scan(lambda c, x: (c + x, c + x), 0.0, losses(p, b))[1].mean(),
+    "the size and one": lambda p, b: losses(p, b).sum() / (len(b["x"]) + 1),
+    "a count with a guard and a term": lambda p, b: (losses(p, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-3) + p["a"].var(),
+    "a mean for each class": lambda p, b: (
+        (losses(p, b)[:, None] * jax.nn.one_hot(b["y"], 5)).sum(0) / (jax.nn.one_hot(b["y"], 5).sum(0) + 1)
+    ).mean(),
+    "counts in another order": lambda p, b: masked(losses(p, b), b["mask"]) * masked(losses(p, b), b["y"] > 1),
+    "the best of all": lambda p, b: jax.lax.top_k(losses(p, b), 3)[0].mean(),
+    "a softmax over examples": lambda p, b: (jax.nn.softmax(losses(p, b)) * losses(p, b)).sum(),
+    "tokens of other examples": lambda p, b: jnp.roll(hidden(p, b), 1, 0).mean(1)[0],
+    "centred by a closed-over mean of all": lambda p, b: ((hidden(p, b) - hidden(p, b).mean(0)) * VECTOR).var(),
+    "attention between examples": lambda p, b: (jax.nn.softmax(hidden(p, b) @ hidden(p, b).T) @ hidden(p, b) * VECTOR).mean(),
+    "a product of all": lambda p, b: jnp.prod(1 + 0.1 * losses(p, b)),
+    "halves by place": lambda p, b: losses(p, b)[: len(b["x"]) // 2].mean(),
+    "a gather by rank": lambda p, b: (hidden(p, b)[jnp.argsort(losses(p, b))] * hidden(p, b)).mean(),
+    "every third": lambda p, b: (losses(p, b)[::3] * CLASSES[0]).mean(),
+    "cumulated": lambda p, b: (jnp.cumsum(hidden(p, b) * VECTOR, 0)).mean(),
+}
+COUNTED = {
+    "a table and a mask": lambda p, b: masked((hidden(p, b) * VECTOR).sum(1), b["mask"]),
+    "at least five": lambda p, b: (losses(p, b) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), 5),
+    "an epsilon that is seen": lambda p, b: (losses(p, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-3),
+    "one more": lambda p, b: (losses(p, b) * b["mask"]).sum() / (1 + b["mask"].sum()),
+    "the root of a count": lambda p, b: (losses(p, b) * b["mask"]).sum() / jnp.sqrt(b["mask"].sum()),
+    "a factor, or nothing": lambda p, b: guarded((losses(p, b) * b["mask"]).sum(), b["mask"].sum()),
+    "a factor, or nothing, of whole numbers": lambda p, b: guarded((losses(p, b) * b["mask"]).sum(), (b["mask"] > 0).sum()),
+    "a mean of shares and an epsilon": lambda p, b: (losses(p, b) * b["mask"]).mean() / (b["mask"].mean() + 1e-3),
+    "at least half": lambda p, b: (losses(p, b) * b["mask"]).mean() / jnp.maximum(b["mask"].mean(), 0.5),
+    "two means over a count that is written twice": lambda p, b: (
+        masked(losses(p, b), b["mask"]) + masked(losses(p, b) ** 2, b["mask"])
+    ),
+    "at least one, and a term": lambda p, b: (losses(p, b) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), 1) + p["a"].var(),
+    "sums in a loop": lambda p, b: jax.lax.scan(lambda c, x: (c + x, ()), 0.0, losses(p, b) * b["mask"])[0] / b["mask"].sum(),
+}
+
+
+def guarded(total, count):
+    """As tunix does it."""
+    return total * jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
+
+
+def merged(fn, num_microbatches=4, **options):
+    """How jaxpp puts the microbatches of a loss together."""
+    options = Options.of(fn, num_stages=1, num_microbatches=num_microbatches, devices=jax.devices()[:1], **options)
+    part = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((16 // num_microbatches, *leaf.shape[1:]), leaf.dtype), BATCH)
+    params, tracing = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), PARAMS), Tracing(options)
+    return tracing.merge(tracing.trace(fn, (params,), part, None), fn, (params,), part, None)
+
+
+def differs(fn, merge, num_microbatches=4, mask=None):
+    """Whether the microbatches' losses, put together so, are another number than the loss of the whole batch, on one of three."""
+    for seed in range(3):
+        rng, size = np.random.default_rng(seed), 16 // num_microbatches
+        order = rng.permutation(16)
+        batch = jax.tree.map(lambda leaf, order=order: jnp.asarray(leaf[order]), BATCH)
+        batch |= {} if mask is None else {"mask": jnp.asarray(mask)}
+        windows = [slice(k * size, (k + 1) * size) for k in range(num_microbatches)]
+        parts = [jax.tree.map(lambda leaf, window=window: leaf[window], batch) for window in windows]
+        shares = np.full(num_microbatches, 1 / num_microbatches)
+        if merge.weight is not None:
+            shares = np.asarray(merge.weight.shares(parts, [True] * num_microbatches))
+        mean = sum(share * float(fn(PARAMS, part)) for share, part in zip(shares, parts, strict=True) if share)
+        if not np.isclose(mean, float(fn(PARAMS, batch)), rtol=1e-10, atol=1e-13):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_an_innocent_loss_is_that_of_the_whole_batch_and_nothing_is_said_whatever_it_closes_over(name):
+    merge = merged(INNOCENT[name])
+    assert merge.warning is None
+    assert not differs(INNOCENT[name], merge)
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_loss_that_microbatches_change_is_told_whatever_it_closes_over(name):
+    merge = merged(TOLD[name])
+    assert differs(TOLD[name], merge)
+    assert "num_microbatches=1" in str(merge.warning)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_loss_with_a_guard_is_put_together_with_its_guard(name):
+    fn = COUNTED[name]
+    merge = merged(fn)
+    assert 'weight="auto"' in str(merge.warning)
+    assert differs(fn, merge)
+    merge = merged(fn, weight="auto")
+    assert merge.warning is None
+    assert not differs(fn, merge)
+
+
+def test_microbatches_of_one_example_and_those_without_a_counted_one_weigh_what_they_count():
+    for name in ("a table and a mask", "at least five", "a factor, or nothing", "one more", "at least half"):
+        merge = merged(COUNTED[name], 16, weight="auto")
+        assert not differs(COUNTED[name], merge, 16), name
+        assert not differs(COUNTED[name], merge, 16, mask=np.eye(16)[3] + np.eye(16)[12]), name
+
+
+def test_a_microbatch_without_a_counted_example_leaves_no_nan_in_loss_gradients_and_aux():
+    def loss(params, batch):
+        each = (hidden(params, batch) * VECTOR).sum(1)
+        right = ((each > 0) * batch["mask"]).sum() / batch["mask"].sum()
+        return masked(each, batch["mask"]), {"right": right, "mean": each.mean(), "count": batch["mask"].sum(), "top": each.max()}
+
+    batch = BATCH | {"mask": np.repeat([1.0, 0, 1, 0], 4) * BATCH["mask"]}
+    pipe = jaxpp.Pipeline(loss, optax.sgd(1.0), num_stages=2, num_microbatches=4, has_aux=True, weight="auto")
+    state = pipe.init(PARAMS, batch)
+    assert "of the whole batch" in str(pipe.verify(state, batch))
+    wanted, grads = jax.value_and_grad(loss, has_aux=True)(PARAMS, batch)
+    after, metrics = pipe.step(state, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), (metrics.loss, metrics.aux), wanted)
+    updated = jax.tree.map(lambda p, g: p - g, PARAMS, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-14), jax.device_get(after.params), updated)
+
+
+def test_another_loss_is_evaluated_with_the_count_that_it_divides_by_itself():
+    other = COUNTED["one more"]
+    pipe = jaxpp.Pipeline(COUNTED["a table and a mask"], optax.sgd(0.1), num_stages=2, num_microbatches=4, weight="auto")
+    state = pipe.init(PARAMS, BATCH)
+    np.testing.assert_allclose(pipe.evaluate(state, BATCH, loss_fn=other).loss, other(PARAMS, BATCH), rtol=1e-12)
+    mean = MEANS["a mean"]
+    np.testing.assert_allclose(pipe.evaluate(state, BATCH, loss_fn=mean).loss, mean(PARAMS, BATCH), rtol=1e-12)
+
+
+UNKNOWN = {
+    "for one size": (lambda p, b: (b["x"].reshape(4, 6) @ p["a"]).mean(), "with 16 examples in a batch it raises"),
+    "another at each size": (lambda p, b: sum(jnp.tanh(x @ p["a"]).sum() for x in b["x"]) / len(b["x"]), "equations at one size"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_cannot_be_examined_is_told_with_the_reason_and_refused_where_it_decides(name):
+    fn, reason = UNKNOWN[name]
+    assert reason in str(merged(fn).warning)
+    with pytest.raises(LossError, match="pass weight=lambda batch") as caught:
+        merged(fn, weight="auto")
+    assert reason in str(caught.value)
+    with pytest.raises(OutputError) as caught:
+        merged(fn, is_loss=False)
+    assert reason in str(caught.value)
+    merged(fn, is_loss=False, reduce_aux="mean")
+
+
+def test_a_loss_for_multiples_of_a_microbatch_is_compared_at_these():
+    def loss(params, batch):
+        if len(batch["x"]) == 16:
+            raise ValueError
+        return (batch["x"].reshape(-1, 4, 6) @ params["a"] * VECTOR).mean()
+
+    assert merged(loss).warning is None
+
+
+def test_an_error_of_our_own_is_an_error(monkeypatch):
+    def broken(*_):
+        raise KeyError("ours")
+
+    monkeypatch.setattr(example_axis._Follower, "_results", broken)
+    with pytest.raises(KeyError, match="ours"):
+        merged(MEANS["a mean"])
+
+
+@pytest.mark.parametrize("flag", ["jax_remat3", "jax_custom_vjp3"])
+def test_functions_of_a_higher_kind_are_looked_into(flag):
+    if not hasattr(jax.config, flag):
+        pytest.skip("this JAX has no such kind")
+    jax.config.update(flag, True)
+    try:
+        for fn in (INNOCENT["a derivative of its own"], INNOCENT["a name and a policy"]):
+            assert merged(fn).warning is None, str(merged(fn).warning)
+    finally:
+        jax.config.update(flag, False)
+
+
+def test_every_primitive_of_jax_is_known_or_told_of():
+    (like,) = jax.make_jaxpr(jax.lax.neg)(1.0).eqns
+    names = {kind_of(like.replace(primitive=each)) for each in vars(primitives).values() if isinstance(each, Primitive)}
+    assert names <= example_axis.KNOWN | example_axis.TOLD_OF
+    assert not example_axis.KNOWN & example_axis.TOLD_OF

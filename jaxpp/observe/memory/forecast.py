@@ -416,7 +416,7 @@ def _forward_trials(engine: Engine, batch: Batch) -> Iterator[_Trial]:
 
 def _examples(options: Options, batch: Batch) -> int:
     """The examples of a batch, or of the first of microbatches."""
-    return check_batch(first_of(batch), 1, shared=options.shared)
+    return check_batch(first_of(batch), 1, shared=options.shared, ragged=isinstance(batch, Microbatches))
 
 
 def _stages(now: Options, count: int) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn, Var
+from jax.typing import ArrayLike
 
 from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.cost import count_bytes
@@ -28,6 +29,7 @@ from jaxpp.stages.program import SMALL, Pack
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.repeatable import SINK, SOURCE, Network, price_of, repeatable
 from jaxpp.stages.stage import StageBuilder, StageCode, StagePrograms
+from jaxpp.types import Batch
 
 _POSITION = re.compile(r"jaxpp_spine_(\d+)")
 
@@ -44,6 +46,7 @@ class CutLoss:
     consumers: tuple[tuple[int, ...], ...]  # the stages that read each
     state_home: tuple[int, ...]  # the stage that makes the new value of each model state leaf
     reducers: Mapping[int, Reducer]  # of the aux leaves that are not averaged
+    weight: Callable[[Batch], ArrayLike] | None = None  # of a microbatch; None: the number of its examples
 
 
 def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
@@ -62,13 +65,14 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     rates: Rates = CPU_RATES,
     speeds: Sequence[float] = (),
     axes: Sequence[RankAxes] | None = None,
+    skips: bool = False,
 ) -> CutLoss:
     """Cut a traced loss at ``cuts`` and build the programs of every stage.
 
     ``packs`` and ``state_owner`` (of the leaves that nothing on the spine makes) are what another trace has decided, if any.
     Boundary s of ``cut_gradient`` lies between stages s and s + 1. The backward starts from the loss scale's leaf ``scaled_by``, if
     not from 1; ``rates`` are those of the devices, ``speeds`` says how many of them share the work of each stage. ``axes``: of the
-    ranks of the stages, where the loss names those of the widest rank.
+    ranks of the stages, where the loss names those of the widest rank. ``skips``: a microbatch of weight 0 adds nothing.
     """
     graph = loss.graph
     ends = [*cuts, len(loss.spine)]
@@ -89,7 +93,22 @@ def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
     rows = frozenset(reducers or ())
     below = SMALL * pack
     builder = StageBuilder(
-        loss, len(cuts), tuple(owner), homes, crossing, carried, made, rows, packs, train, scaled_by, below, rates, speeds, axes
+        loss,
+        len(cuts),
+        tuple(owner),
+        homes,
+        crossing,
+        carried,
+        made,
+        rows,
+        packs,
+        train,
+        scaled_by,
+        below,
+        rates,
+        speeds,
+        axes,
+        skips,
     )
     policies = remat or (RematPolicy(),) * len(ends)
     stages = tuple(builder.build(k, pieces.get(k, Piece()), policies[k]) for k in range(len(ends)))

@@ -10,6 +10,7 @@ import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,11 @@ from jaxtyping import Float
 from jaxpp.errors import ArgumentError, OutputError
 from jaxpp.stages.graph import descendants
 from jaxpp.stages.jaxpr import aval_of, describe
-from jaxpp.stages.loss.example_axis import Examples, Relation, Value
+from jaxpp.stages.loss.example_axis import Count, Examples, Relation, Value
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.types import ReduceAux
+
+_T = TypeVar("_T")
 
 Reducer = Callable[[Sequence[jax.Array], Float[jax.Array, " microbatches"]], jax.Array]  # of values and their weights (sum 1)
 
@@ -41,6 +44,11 @@ def average(values: Sequence[jax.Array], weights: Float[jax.Array, " microbatche
     """The weighted mean of the values, of which integers become floats."""
     dtype = values[0].dtype if jnp.issubdtype(values[0].dtype, jnp.inexact) else weights.dtype
     return functools.reduce(jnp.add, [weights[k].astype(dtype) * value.astype(dtype) for k, value in enumerate(values)])
+
+
+def average_of_examples(values: Sequence[jax.Array], weights: Float[jax.Array, " microbatches"]) -> jax.Array:
+    """As ``average``, but whoever calls it passes the shares of the examples for ``weights``, whatever the microbatches weigh."""
+    return average(values, weights)
 
 
 REDUCERS: Mapping[str, Reducer | None] = {
@@ -74,14 +82,16 @@ def check_reducers(reduce_aux: ReduceAux) -> dict[str, str | Callable[..., jax.A
 def reducers_of(
     loss: TracedLoss,
     named: Mapping[str, str | Callable[..., jax.Array]],
-    examples: Callable[[], Examples],
+    examples: Examples,
     *,
     strict: bool,
     summed: bool,
+    divisor: Count | None = None,
 ) -> tuple[dict[int, Reducer], list[str]]:
     """The reducer of each aux leaf that is not averaged, and what of the others is no mean over the examples.
 
-    If the loss is ``summed`` over the microbatches, means are reduced too, because running sums have no weights then.
+    If the loss is ``summed`` over the microbatches, means are reduced too, because running sums have no weights then; and so are
+    they where microbatches weigh what they count, the ``divisor`` of the loss, which is right only for what is divided by it too.
     """
     paths = loss.aux_paths
     unknown = [name for name in named if name and not any(f"{path}/".startswith(f"{name}/") for path in paths)]
@@ -91,16 +101,16 @@ def reducers_of(
         rule = f"each path is one of {what} leaves, or the beginning of one"
         fix = f"write {near[0]!r}" if near else f"use these: {', '.join(paths) or 'there are none'}"
         raise ArgumentError("reduce_aux", rule, [repr(name) for name in unknown], fix)
-    fitting = [[name for name in named if not name or f"{path}/".startswith(f"{name}/")] for path in paths]
-    chosen = {k: named[max(names, key=len)] for k, names in enumerate(fitting) if names}
+    chosen = _chosen(paths, named)
     reducers: dict[int, Reducer | None] = {k: REDUCERS[r] if isinstance(r, str) else _stacked(r) for k, r in chosen.items()}
     same = _same_everywhere(loss) - chosen.keys()
     name, mixing = loss.words.aux, list[str]()
     if len(reducers) < len(paths):
-        found = examples()
         for k in range(len(paths)):
             if k not in reducers:
-                reducer, what = _reducer_of(found.aux[k], found.axes[k], same=k in same)
+                counted = divisor is not None and examples.aux[k].count == divisor and not examples.aux[k].placed
+                reducer, what = (None, "") if counted else _reducer_of(examples.aux[k], examples.axes[k], same=k in same)
+                reducer = average_of_examples if reducer is None and divisor is not None and not counted else reducer
                 reducers |= {} if reducer is None else {k: reducer}
                 mixing += [f"{name} {paths[k] or 'itself'}: {what}"] if what else []
     if summed:
@@ -119,6 +129,21 @@ def reducers_of(
         rule = f"an {name} leaf without an average needs another reducer"
         raise loss.words.error(loss.words.where, rule, wrong, 'leave it out, or pass for example reduce_aux={"<path>": "last"}')
     return {k: reducer for k, reducer in reducers.items() if reducer is not None}, mixing
+
+
+def _chosen(paths: Sequence[str], named: Mapping[str, _T]) -> dict[int, _T]:
+    """What the user named for the leaves of these paths, by number."""
+    fitting = [[name for name in named if not name or f"{path}/".startswith(f"{name}/")] for path in paths]
+    return {k: named[max(names, key=len)] for k, names in enumerate(fitting) if names}
+
+
+def check_named(loss: TracedLoss, named: Mapping[str, str | Callable[..., jax.Array]], why: str) -> None:
+    """Refuse outputs of which nobody knows how to put them together, neither the user nor jaxpp, and ``why`` it does not."""
+    unnamed = [path or "itself" for k, path in enumerate(loss.aux_paths) if k not in _chosen(loss.aux_paths, named)]
+    if unnamed:
+        rule = "outputs of microbatches are put together as a comparison of the function at batches of two sizes says"
+        fix = 'run the function on the whole batch, with num_microbatches=1; or say what to do, reduce_aux={"<path>": "join"}'
+        raise loss.words.error(loss.words.where, rule, [why, *(f"{loss.words.aux} {path}" for path in unnamed[:8])], fix)
 
 
 def _reducer_of(value: Value, axes: Sequence[int], *, same: bool) -> tuple[Reducer | None, str]:

@@ -4,20 +4,23 @@ A step is a mean over microbatches of the user's loss. For a mean over the examp
 mean, a batch statistic or a contrastive product it is something else, and the user should hear of it. ``follow`` compares the
 function traced at two batch sizes: an axis that grew is one along which the examples lie. With that it follows the equations, one
 after the other, and says of each value whether it is the same for all examples, has rows that belong to examples, is a sum over
-them, or mixes them. What it does not know counts as mixing, but only where the examples get there.
+them, or mixes them. What it does not know counts as mixing, but only where the examples get there; and so does whatever else the
+two traces do not share: a number, an array that the function closed over, a parameter of an equation. Traces that are not the same
+list of equations cannot be compared (``Incomparable`` says why).
 """
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpp.stages.graph import Graph, ancestors
 from jaxpp.stages.jaxpr import (
@@ -31,11 +34,16 @@ from jaxpp.stages.jaxpr import (
     kind_of,
     named_axes,
     number_in,
+    only_names,
     scan_of,
     shard_map_of,
     user_line,
+    variables,
 )
 from jaxpp.stages.loss.traced_loss import TracedLoss
+from jaxpp.types import Leaf
+
+_T = TypeVar("_T")
 
 
 class Relation(enum.Enum):
@@ -44,8 +52,7 @@ class Relation(enum.Enum):
     SAME = "the same for all examples"
     ROWS = "one row for each example"
     TOTAL = "a sum over the examples"
-    GUARDED = "a sum over the examples that is kept away from 0"
-    TEST = "a comparison of a sum over the examples"
+    FUNCTION = "a function of a sum over the examples"
     LARGEST = "the largest over the examples"
     SMALLEST = "the smallest over the examples"
     MIXED = "something else"
@@ -63,11 +70,19 @@ class Mixing(NamedTuple):
         return self.what + (f" ({', '.join(places)})" if places else "")
 
 
+class Factor(NamedTuple):
+    """What a sum over the examples is multiplied or divided by: a count, or a function of it."""
+
+    var: Var
+    how: str  # "*", "/", or "where" and "where not": 0 where a condition does not hold, or does
+
+
 class Count(NamedTuple):
-    """What a sum over the examples is divided by, another sum over them."""
+    """Another sum over the examples, by functions of which a sum over them is multiplied or divided."""
 
     var: Var | None  # None where it is made inside a loop or a function with its own derivative
     degree: int | None  # it is the sum times so many powers of the number of examples
+    factors: tuple[Factor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,31 +91,39 @@ class Value:
 
     kind: Relation = Relation.SAME
     degree: int | None = 0  # it grows with this power of the number of examples beside; None: in a way of its own
-    count: Count | None = None
+    count: Count | None = None  # beside which it is so
+    plus: bool = False  # whether something that is no such sum is added to a sum with a count
     blocks: int = 1  # of rows: how often the examples follow one another along their axis
     placed: bool = False  # differs from example to example by their places alone
     index: bool = False  # counts the examples: 0, 1, 2, ...
     zero: bool = False
-    total: Var | None = None  # of a sum: the variable that holds it, without casts and guards
-    mixing: Mixing | None = None  # of MIXED; of placed rows, where they meet their places
+    drawn: bool = False  # made from the key of the microbatch or from a state, which are others in each microbatch
+    total: Var | None = None  # of a sum, and of a function of it: the variable that holds the sum, without casts
+    at: Var | None = None  # of a function of a sum: the variable that holds it, without casts
+    mixing: Mixing | None = None  # of MIXED and of a function; of placed rows, where they meet their places
 
 
-_REDUCED = frozenset({Relation.TOTAL, Relation.GUARDED, Relation.TEST, Relation.LARGEST, Relation.SMALLEST})
+_REDUCED = frozenset({Relation.TOTAL, Relation.FUNCTION, Relation.LARGEST, Relation.SMALLEST})
 
-_LINEAR = frozenset("neg copy real imag conj reduce_precision stop_gradient sharding_constraint convert_element_type".split())
+_LAID_OUT = "sharding_constraint reshard layout_constraint with_memory_space_constraint device_put name pin unpin"
+_LINEAR = frozenset(f"neg real imag conj reduce_precision {_LAID_OUT}".split())
 _PASSES = frozenset(
-    "copy stop_gradient sharding_constraint convert_element_type squeeze expand_dims transpose reshape broadcast_in_dim".split()
+    "copy stop_gradient convert_element_type squeeze expand_dims transpose reshape broadcast_in_dim broadcast_to".split()
 )
 _ADDS = frozenset("add sub add_any".split())
 _COMPARES = frozenset("eq ne lt le gt ge".split())
 _ELEMENTWISE = _COMPARES | frozenset(
     "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz complex "
-    "cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor igamma igammac imag integer_pow is_finite lgamma log log1p "
-    "logistic max min nextafter not or polygamma population_count pow random_clone random_fold_in random_unwrap "
-    "random_wrap regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign "
-    "sin sinh sqrt square tan tanh xor zeta".split()
+    "cos cosh digamma eq_to erf erf_inv erfc exp exp2 expm1 floor from_edtype igamma igamma_grad_a igammac integer_pow "
+    "is_finite le_to lgamma log log1p logistic lt_to max min mulhi nextafter not or polygamma population_count pow "
+    "random_clone random_fold_in random_unwrap random_wrap regularized_incomplete_beta rem round rsqrt shift_left "
+    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh to_edtype xor zeta".split()
 )
-_RANDOM = frozenset("random_bits random_seed random_split threefry2x32 random_gamma rng_bit_generator".split())
+_RANDOM = frozenset(
+    "random_bits random_seed random_split threefry2x32 threefry4x32 philox2x32 philox4x32 random_gamma rng_bit_generator "
+    "rng_uniform iota_2x32_shape".split()
+)
+_UNIFORM = frozenset({"broadcast_in_dim", "broadcast_to", "empty", "empty2", "iota", "rng_uniform"})  # alike along what is new
 _ALONG = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis", "sort": "dimension"}
 _REDUCES = frozenset("reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod reduce_xor argmax argmin".split())
 _LARGEST = {
@@ -110,19 +133,34 @@ _LARGEST = {
     "reduce_and": Relation.SMALLEST,
 }
 _MATRIX = frozenset(
-    "cholesky triangular_solve lu qr eigh eig svd schur householder_product lu_pivots_to_permutation tridiagonal_solve".split()
+    "cholesky triangular_solve lu qr eigh eig svd schur householder_product lu_pivots_to_permutation tridiagonal_solve "
+    "tridiagonal hessenberg cholesky_update geqrf ormqr symmetric_product".split()
 )
 _WINDOWS = frozenset(
     "reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add".split()
 )
 _BETWEEN_SHARDS = frozenset(
-    "psum psum_invariant ppermute pvary pcast all_gather all_gather_invariant all_to_all reduce_scatter".split()
+    "psum psum_invariant pmax pmin ppermute pvary pcast all_gather all_gather_invariant all_gather_reduced all_to_all "
+    "reduce_scatter axis_index preduced reduced_vary_cast vary_unreduced_cast unreduced_psum unreduced_reduce_scatter".split()
 )
-_GUARD = 1e-3  # a number so small that added to a count it only keeps it away from 0
+_BODIES = CALLS | CUSTOM_RULES | CHECKPOINTS | {"call", "composite", "custom_vmap_call", "call_hi_primitive", "remat_opt"}
+_OTHERS = frozenset(
+    "mul div select_n top_k approx_top_k rev fft argsort optimization_barrier scan shard_map while cond custom_linear_solve split "
+    "unstack stack tile".split()
+)
+_OF_SHAPE = frozenset({"shape", "new_sizes", "length", "name", "sharding", "out_sharding", "dimensions_to_reduce"})
+_BY_AXIS = frozenset({"start_indices", "limit_indices", "slice_sizes", "padding_config"})
 
 
-class _Different(Exception):  # noqa: N818  (never leaves this file)
+class Incomparable(Exception):  # noqa: N818  (says why; whoever asks tells the user)
     """The function traced at two sizes is not the same list of equations."""
+
+
+def _together(a: Sequence[_T], b: Sequence[_T], what: str) -> list[tuple[_T, _T]]:
+    """What belongs together of two traces."""
+    if len(a) != len(b):
+        raise Incomparable(f"it has {len(a)} {what} at one size and {len(b)} at another")
+    return list(zip(a, b, strict=True))
 
 
 class _Operand(NamedTuple):
@@ -150,7 +188,7 @@ class _Equation(NamedTuple):
 def _grown(shape: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
     """The axes along which the examples lie."""
     if len(shape) != len(other):
-        raise _Different
+        raise Incomparable(f"an array has {len(shape)} axes at one size and {len(other)} at another")
     return tuple(k for k, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b)
 
 
@@ -169,89 +207,204 @@ class Examples(NamedTuple):
         return cls(Value(Relation.TOTAL, degree=-1), kinds, tuple((0,) if row else () for row in rows))
 
 
-def follow(loss: TracedLoss, other: TracedLoss, sizes: tuple[int, int]) -> Examples | None:
-    """What a function does with the examples, from its traces at batches of two sizes; None if these cannot be compared."""
-    pairs = loss.graph, other.graph
-    follower = _Follower(sizes, top=True)
-    try:
-        for a, b in zip(*(graph.inputs for graph in pairs), strict=True):
-            rows = bool(_grown(aval_of(a).shape, aval_of(b).shape))
-            follower.values[a] = Value(Relation.ROWS) if rows and a in loss.batch else Value()
-        follower.constants({var: (value, found) for (var, value), found in zip(*(g.constants.items() for g in pairs), strict=True)})
-        follower.run(*(graph.eqns for graph in pairs), names=loss.graph.names)
-        outputs = [follower.read(a, b) for a, b in zip(*(graph.outputs for graph in pairs), strict=True)]
-        axes = tuple(operand.axes for operand in outputs)
-    except (_Different, ValueError):  # lists of different lengths
+def follow(loss: TracedLoss, other: TracedLoss, sizes: tuple[int, int], again: Callable[[], TracedLoss]) -> Examples:
+    """What a function does with the examples, from its traces at batches of two sizes; ``again`` traces it at the first again.
+
+    Raises:
+        Incomparable: the traces are not the same list of equations.
+    """
+    found, odd = _followed(loss, other, _Sizes(*sizes))
+    if odd:  # numbers that changed in a way of their own: with the size, or from trace to trace, as a random number does?
+        _, impure = _followed(loss, again(), _Sizes(sizes[0], sizes[0]))
+        found, _ = _followed(loss, other, _Sizes(*sizes, impure=tuple(impure))) if impure else (found, odd)
+    return found
+
+
+def _followed(loss: TracedLoss, other: TracedLoss, sizes: "_Sizes") -> tuple[Examples, list[Atom]]:
+    """What a function does with the examples, and the numbers that changed in a way of their own."""
+    graph, second = loss.graph, other.graph
+    drawn = {*loss.state, *(() if loss.key is None else (loss.key,)), *(loss.batch[k] for k in loss.shared)}
+    follower = _Follower(sizes, first_alike(graph))
+    follower.constants(graph.constants, second.constants)
+    for a, b in _together(graph.inputs, second.inputs, "arguments"):
+        rows = bool(_grown(aval_of(a).shape, aval_of(b).shape)) and a in loss.batch
+        follower.take(a, b, Value(Relation.ROWS) if rows else Value(drawn=a in drawn))
+    follower.run(graph.eqns, second.eqns, names=graph.names)
+    outputs = [follower.read(a, b) for a, b in _together(graph.outputs, second.outputs, "results")]
+    axes, count = tuple(operand.axes for operand in outputs), len(loss.aux)
+    return Examples(outputs[0].value, tuple(o.value for o in outputs[1 : 1 + count]), axes[1 : 1 + count]), sizes.odd
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The two sizes, and what is known of the numbers in the traces."""
+
+    first: int
+    second: int
+    odd: list[Atom] = field(default_factory=list)  # numbers that changed in a way of their own
+    impure: tuple[Atom, ...] = ()  # numbers that change from trace to trace, whatever the size
+
+    def degree(self, a: np.ndarray, b: np.ndarray) -> int | None:
+        """With which power of the number of examples an array grows."""
+        dtype = np.result_type(a) if jnp.issubdtype(a.dtype, jnp.inexact) else np.dtype(float)
+        ratio, near = self.second / self.first, 4 * float(jnp.finfo(dtype).eps)
+        wide = np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else np.float64
+        x, y = a.astype(wide), b.astype(wide)
+        return next((k for k in (1, -1, 2, -2) if x.any() and np.allclose(y, x * ratio**k, rtol=near, atol=0)), None)
+
+
+class _Foreign(Exception):  # noqa: N818  (never leaves this file)
+    """An equation has not the parameters that it has in the versions of JAX that are known here."""
+
+
+def _param(eqn: JaxprEqn, name: str) -> Any:
+    if name not in eqn.params:
+        raise _Foreign
+    return eqn.params[name]
+
+
+def _values(array: Leaf) -> np.ndarray | None:
+    """The values of an array that a function closed over; None where they are not here."""
+    if isinstance(array, Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return None
-    count = len(loss.aux)
-    return Examples(outputs[0].value, tuple(o.value for o in outputs[1 : 1 + count]), axes[1 : 1 + count])
+    is_key = jnp.issubdtype(jax.dtypes.result_type(array), jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(array) if is_key else array)
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())  # noqa: PLR0124  (what is not a number)
+
+
+def _alike(eqn: JaxprEqn, other: JaxprEqn, axes: Sequence[int]) -> bool:
+    """Whether two equations do the same, but for how long the examples are, which lie along these ``axes`` of what they read."""
+    for name, value in eqn.params.items():
+        second: object = other.params.get(name)
+        if name in _BY_AXIS and isinstance(value, tuple) and isinstance(second, tuple):
+            fixed = [k for k in range(len(value)) if k not in axes]
+            value, second = [value[k] for k in fixed], [second[k] for k in fixed]  # noqa: PLW2901  (without what examples decide)
+        along = name == "sizes" and eqn.params.get("axis") in axes
+        if not (name in _OF_SHAPE or along or _plainly_equal(value, second)):
+            return False
+    return True
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a parameter is made of numbers, names and tuples of such alone."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, complex, str, np.generic, np.dtype, enum.Enum))
+
+
+def _plainly_equal(a: object, b: object) -> bool:
+    """Whether two parameters are equal, as far as they are numbers, names or tuples of such."""
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_plainly_equal, a, b))
+    return not (_is_plain(a) and _is_plain(b)) or a == b or (a != a and b != b)  # noqa: PLR0124  (what is not a number)
 
 
 class _Follower:
     """Follows a list of equations, at two sizes at once."""
 
-    def __init__(self, sizes: tuple[int, int], top: bool = False):
-        self.sizes, self._top = sizes, top
+    def __init__(self, sizes: _Sizes, known: Mapping[Var, Var] | None = None):
+        self.sizes, self._known = sizes, known  # the first of the variables that are computed alike, in the whole function
         self.values: dict[Var, Value] = {}
+        self._twins: dict[Var, Var] = {}  # of the second size
+        self._constants: tuple[Mapping[Var, Leaf], Mapping[Var, Leaf]] = {}, {}
         self._made: dict[Var, tuple[JaxprEqn, JaxprEqn]] = {}
         self._name = ""
         self._eqn: JaxprEqn | None = None
+        self._turns: tuple[int, int] | None = None  # of the innermost loop around it that has others at the second size
         self._shards = frozenset[str]()  # axes over which a shard_map around it divides anything but the examples
 
-    def constants(self, found: Mapping[Var, tuple[Any, Any]]) -> None:
-        """Take the values of arrays that the function closed over."""
-        for var, (a, b) in found.items():
-            self.values[var] = self._constant(a, b)
+    def constants(self, first: Mapping[Var, Leaf], second: Mapping[Var, Leaf]) -> None:
+        """Take the arrays that the function closed over."""
+        self._constants = first, second
 
-    def _constant(self, a: Any, b: Any) -> Value:
-        if np.shape(a) != np.shape(b):
-            array = np.asarray(a)
-            index = array.ndim == 1 and np.array_equal(array, np.arange(len(array)))
-            return Value(placed=bool(array.size and (array != array.flat[0]).any()), index=index)
-        if np.ndim(a) or jnp.issubdtype(jax.dtypes.result_type(a), jax.dtypes.extended):
+    def take(self, a: Var, b: Var, value: Value) -> None:
+        """Take what is known of a variable."""
+        self.values[a], self._twins[a] = value, b
+
+    def _constant(self, atom: Atom, a: Leaf, b: Leaf) -> Value:
+        """What is known of a number or an array that the function closed over, ``a`` at one size and ``b`` at the other."""
+        if a is b and np.ndim(a):
             return Value()
-        x, y = float(np.real(a)), float(np.real(b))
-        if x == y or (math.isnan(x) and math.isnan(y)):
-            return Value(zero=x == 0)
-        ratio = self.sizes[1] / self.sizes[0]
-        powers = [k for k in (1, -1, 2, -2) if x and math.isclose(y / x, ratio**k, rel_tol=1e-4)]
-        return Value(degree=powers[0] if powers else None)
+        x, y = _values(a), _values(b)
+        if x is None or y is None:  # in other processes, or of a trace around this one
+            return Value(placed=True) if np.shape(a) != np.shape(b) else Value(degree=0 if a is b else None)
+        if x.shape == y.shape:
+            if any(atom is each for each in self.sizes.impure) or _same(x, y):
+                return Value(zero=not x.ndim and not x.any())
+            degree = self.sizes.degree(x, y)
+            if degree is None:
+                self.sizes.odd.append(atom)
+            return Value(degree=degree)
+        if not (x.size and y.size):
+            return Value()
+        axes = _grown(x.shape, y.shape)
+        rows = [each[tuple(slice(1) if k in axes else slice(None) for k in range(each.ndim))] for each in (x, y)]
+        if all(_same(each, np.broadcast_to(row, each.shape)) for each, row in zip((x, y), rows, strict=True)):
+            return self._constant(atom, *rows)
+        index = all(each.ndim == 1 and np.array_equal(each, np.arange(len(each))) for each in (x, y))
+        return Value(placed=True, index=index)
 
     def read(self, a: Atom, b: Atom) -> _Operand:
         """What is known of an atom."""
-        if isinstance(a, Literal) != isinstance(b, Literal):
-            raise _Different
-        value = self._constant(a.val, b.val) if isinstance(a, Literal) else self.values.get(a, Value())  # type: ignore[union-attr]
-        return _Operand(value, aval_of(a).shape, aval_of(b).shape, a)
+        shapes = aval_of(a).shape, aval_of(b).shape
+        if isinstance(a, Literal) or isinstance(b, Literal):
+            if not (isinstance(a, Literal) and isinstance(b, Literal)):
+                raise Incomparable("an equation reads a number at one size and an array at another")
+            return _Operand(self._constant(a, a.val, b.val), *shapes, a)
+        if a not in self.values and a in self._constants[0] and b in self._constants[1]:
+            self.take(a, b, self._constant(a, self._constants[0][a], self._constants[1][b]))
+        if self._twins.get(a) is not b:
+            raise Incomparable("an equation reads one value at one size and another at another")
+        return _Operand(self.values[a], *shapes, a)
 
     def run(self, eqns: Sequence[JaxprEqn], others: Sequence[JaxprEqn], names: Sequence[str] = ()) -> None:
         """Follow all equations."""
-        for k, (eqn, other) in enumerate(zip(eqns, others, strict=True)):
+        for k, (eqn, other) in enumerate(_together(eqns, others, "equations")):
             if eqn.primitive is not other.primitive:
-                raise _Different
+                raise Incomparable(f"it has the equation {kind_of(eqn)} at one size and {kind_of(other)} in its place at another")
             self._name = names[k] if names else self._name
             self._eqn = eqn
-            operands = [self.read(a, b) for a, b in zip(eqn.invars, other.invars, strict=True)]
+            operands = [self.read(a, b) for a, b in _together(eqn.invars, other.invars, "operands")]
             outs = [
-                _Operand(Value(), aval_of(a).shape, aval_of(b).shape, a) for a, b in zip(eqn.outvars, other.outvars, strict=True)
+                _Operand(Value(), aval_of(a).shape, aval_of(b).shape, a)
+                for a, b in _together(eqn.outvars, other.outvars, "results of an equation")
             ]
             try:
                 results = self._results(eqn, other, operands, outs)
-            except (AttributeError, IndexError, KeyError, TypeError):  # another JAX's parameters: a warning stops no training
+            except _Foreign:
                 results = [self._unknown(kind_of(eqn), operands, out) for out in outs]
-            for out, value in zip(outs, results, strict=True):
-                self.values[out.atom] = self._tidied(eqn, out, value)  # type: ignore[index]
-                self._made[out.atom] = eqn, other  # type: ignore[index]
+            alike = _alike(eqn, other, operands[0].axes if operands else ())
+            for out, twin, value in zip(outs, other.outvars, results, strict=True):
+                var: Var = out.atom  # type: ignore[assignment]
+                self._made[var] = eqn, other
+                self.take(var, twin, self._tidied(eqn, operands, out, value, alike=alike))
 
-    def _tidied(self, eqn: JaxprEqn, out: _Operand, value: Value) -> Value:
+    def _tidied(self, eqn: JaxprEqn, operands: Sequence[_Operand], out: _Operand, value: Value, *, alike: bool) -> Value:
+        kind = kind_of(eqn)
+        first = None if self._known is None else self._known[out.atom]  # type: ignore[index]
+        drawn = any(operand.value.drawn for operand in operands)
+        if not alike and value.kind != Relation.MIXED:
+            own = value.kind == Relation.SAME
+            value = Value(degree=None) if own else self._mixed("what is computed of an example depends on the number of examples")
         if value.kind == Relation.ROWS and len(out.axes) > 1:
             return self._mixed("examples are compared with each other")
-        if value.kind == Relation.TOTAL and value.total is None and value.count is None and self._top:
-            return replace(value, total=eqn.outvars[0])
-        return value
+        new = bool(out.axes) and not any(operand.axes for operand in operands)  # and made of nothing that has examples
+        if value.kind == Relation.SAME and new and kind not in _UNIFORM | _BODIES | {"cond", "shard_map"}:
+            value = replace(value, placed=value.placed or not (drawn and kind in _RANDOM))
+        if value.kind == Relation.TOTAL and value.count is None and (value.total is None or kind not in _PASSES):
+            value = replace(value, total=first)
+        if value.kind == Relation.FUNCTION and value.at is None:
+            value = replace(value, at=first)
+        return replace(value, drawn=True) if drawn and value.kind in (Relation.SAME, Relation.ROWS) else value
 
     def _mixed(self, what: str) -> Value:
-        return Value(Relation.MIXED, mixing=Mixing(what, self._name, user_line(self._eqn) if self._eqn else ""))
+        return Value(Relation.MIXED, mixing=self._mixing(what))
+
+    def _mixing(self, what: str) -> Mixing:
+        return Mixing(what, self._name, user_line(self._eqn) if self._eqn else "")
 
     # ------------------------------------------------------------------------------------------------ how values are combined
 
@@ -275,19 +428,23 @@ class _Follower:
                 return self._mixed("what depends on the number of examples is added to what does not")
             return self._rows(values, *(*scales,)[0])
         if kinds - {Relation.TOTAL, Relation.SAME}:
-            return self._mixed("the largest or the smallest of the examples is combined with something else")
-        scales = {(value.degree, value.count) for value in values if value.kind == Relation.TOTAL}
+            what = "the largest or the smallest of the examples is combined with something else"
+            return self._function("add", values) or self._mixed(what)
+        totals = [value for value in values if value.kind == Relation.TOTAL]
+        scales = {(value.degree, value.count) for value in totals}
         if len(scales) > 1:
             return self._mixed("means over different counts are added")
         degree, count = (*scales,)[0]
         rest = [value for value in values if value.kind == Relation.SAME]
-        if any((value.degree, value.count) != (0, None) for value in rest) or (rest and degree != (-1 if count is None else 0)):
-            small = [v for v in rest if v.degree == 0]
-            if len(small) != len(rest) or count is not None:
+        wanted = -1 if count is None else count.degree
+        if any((value.degree, value.count) != (0, None) for value in rest) or (rest and degree != wanted):
+            if count is not None or any(value.degree != 0 for value in rest):
                 return self._mixed("what depends on the number of examples is added to a sum over them")
-            return self._mixed("a sum over the examples is added to a term that is none")
+            term = "a sum over the examples is added to a term that is none"
+            return self._function("add", values, term) or self._mixed(term)
         placed = next((value for value in values if value.placed), Value())
-        return Value(Relation.TOTAL, degree, count, placed=placed.placed, mixing=placed.mixing)
+        plus = count is not None and (bool(rest) or any(value.plus for value in totals))
+        return Value(Relation.TOTAL, degree, count, plus, placed=placed.placed, mixing=placed.mixing)
 
     def _rows(self, values: Sequence[Value], degree: int | None, count: Count | None) -> Value:
         rows = [value for value in values if value.kind == Relation.ROWS]
@@ -296,30 +453,62 @@ class _Follower:
         placed = next((value for value in values if value.placed), None)
         mixing = None
         if placed is not None:
-            mixing = placed.mixing or self._mixed("what is computed of an example depends on its place in the batch").mixing
-        return Value(Relation.ROWS, degree, count, rows[0].blocks, placed=placed is not None, mixing=mixing)
+            mixing = placed.mixing or self._mixing("what is computed of an example depends on its place in the batch")
+        return Value(Relation.ROWS, degree, count, blocks=rows[0].blocks, placed=placed is not None, mixing=mixing)
 
-    def _multiplied(self, values: Sequence[Value], *, divided: bool = False) -> Value:  # noqa: PLR0911, C901  (a case a line)
+    def _function(self, kind: str, values: Sequence[Value], what: str = "") -> Value | None:
+        """A function of one sum over the examples, and of numbers; None if it is one of more."""
+        sums = [value for value in values if value.kind in (Relation.TOTAL, Relation.FUNCTION)]
+        rest = [value for value in values if value.kind == Relation.SAME]
+        if len(sums) + len(rest) < len(values) or any(v.degree != 0 or v.placed for v in rest):
+            return None
+        first = sums[0]
+        if any(value.count is not None or value.placed for value in values):
+            return None
+        if len(sums) > 1 and (first.total is None or any(value.total is not first.total for value in sums)):
+            return None
+        known = next((value.mixing for value in sums if value.kind == Relation.FUNCTION), None)
+        mixing = known or self._mixing(what or f"a function ({kind}) of a sum over the examples is used further")
+        return Value(Relation.FUNCTION, first.degree, total=first.total, mixing=mixing)
+
+    def _scaled(self, value: Value, by: Value, how: str) -> Value:
+        """A value multiplied or divided by a sum over the examples, or by a function of it."""
+        var = by.at if by.kind == Relation.FUNCTION else by.total
+        if by.count is not None or by.placed:
+            return self._mixed("a value is multiplied or divided by a mean over the examples")
+        if value.count is not None and (by.total is None or value.count.var is not by.total):
+            return self._mixed("means over counts are multiplied")
+        if value.kind not in (Relation.SAME, Relation.ROWS, Relation.TOTAL):
+            return self._mixed(f"a function of {value.kind.value} is used further")
+        before = () if value.count is None else value.count.factors
+        factors = (*before, Factor(var, how)) if var is not None else before
+        return replace(value, count=Count(by.total, by.degree, factors), total=None, index=False, zero=False)
+
+    def _multiplied(self, values: Sequence[Value], *, divided: bool = False) -> Value:  # noqa: PLR0911, PLR0912, C901  (cases)
         mixed = [value for value in values if value.kind == Relation.MIXED]
         if mixed:
             return mixed[0]
         a, b = values
         if a.zero:
             return a
+        if b.zero and not divided:
+            return b
+        sums = Relation.TOTAL, Relation.FUNCTION
+        if b.kind in sums and (divided or b.kind == Relation.FUNCTION or a.kind in sums):
+            known = self._function("div" if divided else "mul", values)
+            if known is not None:
+                return known
+            if divided or b.kind == Relation.FUNCTION or (a.count is not None and a.count.var is b.total is not None):
+                return self._scaled(a, b, "/" if divided else "*")
+        if a.kind in sums and not divided and (a.kind == Relation.FUNCTION or (b.count and b.count.var is a.total is not None)):
+            return self._function("mul", values) or self._scaled(b, a, "*")
         if divided:
-            if (
-                b.kind in (Relation.TOTAL, Relation.GUARDED)
-                and b.count is None
-                and a.count is None
-                and a.kind in (Relation.SAME, Relation.ROWS, Relation.TOTAL)
-            ):
-                degree = None if a.degree is None or b.degree is None else a.degree - b.degree
-                return replace(a, degree=degree, count=Count(b.total, b.degree), total=None, index=False, zero=False)
             if b.count is not None:
                 return self._mixed("a value is divided by a mean over the examples")
+            known = self._function("div", values) if a.kind == Relation.FUNCTION else None
+            if known is not None:
+                return known
             b = replace(b, degree=None if b.degree is None else -b.degree)
-        elif b.zero:
-            return b
         reduced = [value for value in values if value.kind in _REDUCED]
         if reduced and (reduced[0].kind != Relation.TOTAL or (divided and b.kind in _REDUCED)):
             return self._mixed(f"a function of {reduced[0].kind.value} is used further")
@@ -335,7 +524,7 @@ class _Follower:
                 return self._mixed("what is computed of all examples goes into the row of each")
             return self._rows((a, b), degree, count)
         if reduced:
-            return Value(Relation.TOTAL, degree, count, placed=reduced[0].placed, mixing=reduced[0].mixing)
+            return Value(Relation.TOTAL, degree, count, reduced[0].plus, placed=reduced[0].placed, mixing=reduced[0].mixing)
         return Value(degree=degree, count=count, placed=a.placed or b.placed)
 
     def _applied(self, kind: str, values: Sequence[Value]) -> Value:
@@ -348,62 +537,69 @@ class _Follower:
         if Relation.ROWS in kinds:
             if reduced:
                 return self._mixed("what is computed of all examples goes into the row of each")
-            if any(value.kind == Relation.ROWS and (value.degree or value.count) for value in values) or any(
-                v.degree is None for v in values
-            ):
+            if any(value.degree or value.count for value in values) or any(v.degree is None for v in values):
                 if any(value.count for value in values):
                     return self._mixed("what is computed of all examples goes into the row of each")
                 return self._mixed("what is computed of an example depends on the number of examples")
             return self._rows(values, 0, None)
         if reduced:
-            if kind in _COMPARES | {"and", "or", "not", "is_finite"}:
-                return Value(Relation.TEST)
-            return self._mixed(f"a function ({kind}) of {next(v for v in values if v.kind in _REDUCED).kind.value} is used further")
+            what = f"a function ({kind}) of {next(v for v in values if v.kind in _REDUCED).kind.value} is used further"
+            return self._function(kind, values, what) or self._mixed(what)
         same = all(value.degree == 0 and value.count is None for value in values)
         return Value(degree=0 if same else None, placed=any(value.placed for value in values))
-
-    def _guarded(self, values: Sequence[Value], operands: Sequence[_Operand]) -> Value | None:
-        """A count that is kept away from 0, if these are a count and numbers."""
-        totals = [value for value in values if value.kind in (Relation.TOTAL, Relation.GUARDED)]
-        others = [o for o in operands if o.value.kind == Relation.SAME and o.value.degree == 0]
-        if len(totals) == 1 and len(totals) + len(others) == len(operands) and totals[0].count is None and not totals[0].placed:
-            return replace(totals[0], kind=Relation.GUARDED)
-        return None
 
     def _chosen(self, operands: Sequence[_Operand]) -> Value:  # noqa: PLR0911  (a case a line)
         """``select_n``: a condition, and what it chooses from."""
         condition, *cases = (operand.value for operand in operands)
         if condition.kind == Relation.MIXED:
             return condition
-        if condition.kind == Relation.TEST:
-            totals = [value for value in cases if value.kind == Relation.TOTAL and value.count is not None]
-            if len(totals) == 1 and all(value.zero or value is totals[0] for value in cases):
-                return totals[0]
-            return self._guarded(cases, operands[1:]) or self._mixed("a condition on a sum over the examples decides")
+        if condition.kind == Relation.FUNCTION:
+            counted = [k for k, value in enumerate(cases) if value.count is not None and not value.zero]
+            if len(counted) == 1 and len(cases) == 2 and all(value.zero for k, value in enumerate(cases) if k not in counted):
+                return self._scaled(cases[counted[0]], condition, "where" if counted[0] else "where not")
+            what = "a condition on a sum over the examples decides"
+            return self._function("select_n", (condition, *cases), what) or self._mixed(what)
         if condition.kind in _REDUCED:
             return self._mixed(f"a condition on {condition.kind.value} decides")
         indices = [value for value in cases if value.index]
         if condition.kind == Relation.SAME and indices and all(value.kind == Relation.SAME for value in cases):
             return indices[0]
-        if condition.kind == Relation.SAME and not condition.placed:
-            return self._joined(cases, sums=False)
         found = self._joined(cases, sums=False)
+        if condition.kind == Relation.SAME and (condition.degree != 0 or condition.count is not None):
+            return self._depending(condition, found)
+        if condition.kind == Relation.SAME and not condition.placed:
+            return found
         if found.kind in _REDUCED:
             return self._mixed("what is computed of all examples goes into the row of each")
         if found.kind == Relation.MIXED:
             return found
-        return self._rows((condition, found), found.degree, found.count) if Relation.ROWS in (condition.kind, found.kind) else found
+        if Relation.ROWS in (condition.kind, found.kind):
+            return self._rows((condition, found), found.degree, found.count)
+        return replace(found, placed=found.placed or condition.placed)
+
+    def _depending(self, condition: Value, value: Value) -> Value:
+        """What is one or another, as a condition says that is not a matter of each example alone."""
+        if condition.kind == Relation.SAME and condition.degree == 0 and condition.count is None:
+            return value
+        if Relation.MIXED in (condition.kind, value.kind):
+            return condition if condition.kind == Relation.MIXED else value
+        if condition.kind == Relation.SAME and value.kind == Relation.SAME:
+            return Value(degree=None, placed=value.placed)
+        if condition.kind == Relation.ROWS:
+            return self._applied("cond", [condition, value])
+        what = "the number of examples" if condition.kind == Relation.SAME else condition.kind.value
+        return self._mixed(f"a condition on {what} decides")
 
     # ------------------------------------------------------------------------------------------------------- the kinds of equations
 
     def _results(self, eqn: JaxprEqn, other: JaxprEqn, operands: list[_Operand], outs: list[_Operand]) -> list[Value]:  # noqa: PLR0911  (a case a line)
         kind, values = kind_of(eqn), [operand.value for operand in operands]
-        inner = called(eqn, CALLS | CUSTOM_RULES | CHECKPOINTS), called(other, CALLS | CUSTOM_RULES | CHECKPOINTS)
+        inner = called(eqn, _BODIES), called(other, _BODIES)
         if inner[0] is not None and inner[1] is not None:
             return self._body((inner[0], inner[1]), values)
         if not outs:
             return []
-        if kind == "optimization_barrier":
+        if kind == "optimization_barrier" or only_names(eqn):
             return values
         if kind == "scan":
             return self._scan(eqn, other, operands, outs)
@@ -412,11 +608,11 @@ class _Follower:
         if kind in _BETWEEN_SHARDS and self._shards.issuperset(named_axes(eqn)):
             return self._between_shards(eqn, operands)
         if kind == "while":
-            return self._while(eqn, other, values)
+            return self._while(eqn, other, operands)
         if kind == "cond":
             return self._cond(eqn, other, values)
         if kind == "custom_linear_solve":
-            lengths, solvers = eqn.params["const_lengths"], (eqn.params["jaxprs"].solve, other.params["jaxprs"].solve)
+            lengths, solvers = _param(eqn, "const_lengths"), (_param(eqn, "jaxprs").solve, _param(other, "jaxprs").solve)
             before = lengths.matvec + lengths.vecmat
             return self._body(solvers, [*values[before : before + lengths.solve], *values[sum(lengths) :]])
         if kind in ("split", "unstack") and operands[0].axes:
@@ -426,22 +622,15 @@ class _Follower:
         value = self._plain(kind, eqn, operands, outs[0])
         return [value] * len(outs)
 
-    def _plain(self, kind: str, eqn: JaxprEqn, operands: list[_Operand], out: _Operand) -> Value:  # noqa: PLR0911, C901  (a case a line)
+    def _plain(self, kind: str, eqn: JaxprEqn, operands: list[_Operand], out: _Operand) -> Value:  # noqa: PLR0911  (a case a line)
         values = [operand.value for operand in operands]
         if kind in _RANDOM:
-            return self._applied(kind, [replace(value, placed=False) for value in values])
+            drawn = any(value.drawn for value in values)
+            return self._applied(kind, [replace(value, placed=value.placed and not drawn) for value in values])
         if kind in ("mul", "div") and not (kind == "div" and _whole(out.atom) and any(v.kind in _REDUCED for v in values)):
             return self._multiplied(values, divided=kind == "div")
         if kind in _ADDS:
-            tiny = any((number_in(o.atom) is not None and abs(number_in(o.atom)) <= _GUARD) for o in operands)  # type: ignore[arg-type]
-            guarded = (
-                self._guarded(values, operands)
-                if tiny and any(v.kind == Relation.TOTAL and v.degree == 0 for v in values)
-                else None
-            )
-            return guarded or self._joined(values, sums=True)
-        if kind == "max" and (guarded := self._guarded(values, operands)):
-            return guarded
+            return self._joined(values, sums=True)
         if kind == "select_n":
             return self._chosen(operands)
         if kind in _LINEAR | _PASSES and len(operands) >= 1:
@@ -452,12 +641,12 @@ class _Follower:
             return self._along(kind, eqn, operands)
         if kind in _MATRIX:
             free = (
-                len(out.shape) - (1 if eqn.params["left_side"] else 2) if kind == "triangular_solve" else None
+                len(out.shape) - (1 if _param(eqn, "left_side") else 2) if kind == "triangular_solve" else None
             )  # right-hand sides
             inside = any(axis >= len(o.shape) - 2 and (o is operands[0] or axis != free) for o in operands for axis in o.axes)
             return self._unless(inside, values, "the examples are rows or columns of one matrix")
         if kind in _WINDOWS:
-            window = eqn.params["window_dimensions"]
+            window = _param(eqn, "window_dimensions")
             inside = any(window[axis] != 1 for axis in operands[0].axes)
             return self._unless(inside, values, "a window moves along the examples")
         if kind in ("concatenate", "pad", "split", "unstack", "stack", "tile"):
@@ -487,6 +676,8 @@ class _Follower:
             return self._applied(kind, [value])
         if kind == "neg":
             turned = {Relation.LARGEST: Relation.SMALLEST, Relation.SMALLEST: Relation.LARGEST}
+            if value.kind == Relation.FUNCTION:
+                return self._function(kind, [value])  # type: ignore[return-value]
             return replace(value, kind=turned.get(value.kind, value.kind), total=None, index=False)
         if value.kind == Relation.ROWS and kind in ("broadcast_in_dim", "reshape"):
             if kind == "broadcast_in_dim" and len(out.axes) > len(operand.axes):
@@ -537,11 +728,11 @@ class _Follower:
     def _along(self, kind: str, eqn: JaxprEqn, operands: list[_Operand]) -> Value:
         params, rank = eqn.params, len(operands[0].shape)
         if kind == "rev":
-            axes = set(params["dimensions"])
+            axes = set(_param(eqn, "dimensions"))
         elif kind == "fft":
-            axes = set(range(rank - len(params["fft_lengths"]), rank))
+            axes = set(range(rank - len(_param(eqn, "fft_lengths")), rank))
         elif kind in _ALONG:
-            axes = {params[_ALONG[kind]]}
+            axes = {_param(eqn, _ALONG[kind])}
         else:
             axes = {params.get("axis", params.get("reduction_dimension", rank - 1)) % rank}
         along = any(axes.intersection(operand.axes) for operand in operands)
@@ -551,13 +742,13 @@ class _Follower:
         return self._unless(along, values, f"the examples are put in another order, or added up one after the other ({kind})")
 
     def _iota(self, at: _Equation) -> Value:
-        placed = at.eqn.params["dimension"] in at.out.axes
+        placed = _param(at.eqn, "dimension") in at.out.axes
         return Value(
             placed=placed, index=placed and len(at.out.axes) == 1 and math.prod(at.out.shape) == at.out.shape[at.out.axes[0]]
         )
 
     def _concatenate(self, at: _Equation) -> Value:
-        axis, values = at.eqn.params["dimension"], [operand.value for operand in at.operands]
+        axis, values = _param(at.eqn, "dimension"), [operand.value for operand in at.operands]
         if Relation.MIXED in {value.kind for value in values} or all(value.kind == Relation.SAME for value in values):
             return replace(self._joined(values, sums=False), zero=all(value.zero for value in values))
         along = [operand for operand in at.operands if axis in operand.axes]
@@ -576,7 +767,7 @@ class _Follower:
         return replace(placed, blocks=sum(o.value.blocks for o in along))
 
     def _split(self, eqn: JaxprEqn, operand: _Operand, outs: list[_Operand]) -> list[Value]:
-        axis, value = eqn.params["axis"], operand.value
+        axis, value = _param(eqn, "axis"), operand.value
         if value.kind != Relation.ROWS or axis not in operand.axes:
             return [replace(value, placed=value.placed, index=False)] * len(outs)
         inner = Fraction(operand.shape[axis], value.blocks)
@@ -597,19 +788,26 @@ class _Follower:
             return value
         axis = operand.axes[0]
         inner = Fraction(operand.shape[axis], value.blocks)
-        start, size, strides = at.eqn.params["start_indices"][axis], at.out.shape[axis], at.eqn.params["strides"]
+        start, size, strides = _param(at.eqn, "start_indices")[axis], at.out.shape[axis], _param(at.eqn, "strides")
         if size == operand.shape[axis] and operand.axes == at.out.axes:
             return value
         whole = (start / inner).denominator == 1 and (size / inner).denominator == 1 and size and at.out.axes
-        proportional = whole and at.other.params["start_indices"][axis] * self.sizes[0] == start * self.sizes[1]
+        proportional = whole and _param(at.other, "start_indices")[axis] * self.sizes.first == start * self.sizes.second
         if not proportional or (strides and strides[axis] != 1):
             return self._mixed("some of the examples are taken by their places")
         return replace(value, blocks=int(size / inner))
 
     def _dynamic_slice(self, at: _Equation) -> Value:
         operand, indices = at.operands[0], [o.value for o in at.operands[1:]]
+        if operand.value.kind == Relation.ROWS and len(operand.axes) == operand.value.blocks == 1 and not at.out.axes:
+            axis, others = operand.axes[0], [index for k, index in enumerate(indices) if k not in operand.axes]
+            turns = operand.shape[axis], operand.other[axis]
+            if indices[axis].index and turns == self._turns and all((i.kind, i.degree) == (Relation.SAME, 0) for i in others):
+                return operand.value  # the example of a turn of the loop
         if operand.value.kind == Relation.ROWS and at.out.axes != operand.axes:
             return self._mixed("some of the examples are taken by their places")
+        if any(value.kind == Relation.SAME and (value.degree != 0 or value.count is not None) for value in indices):
+            return self._depending(Value(degree=None), operand.value)
         if all(value.kind == Relation.SAME for value in (operand.value, *indices)):
             return replace(operand.value, placed=operand.value.placed or (bool(at.out.axes) and not operand.axes), index=False)
         if operand.value.kind in _REDUCED:
@@ -633,12 +831,14 @@ class _Follower:
         indices = [o.value for o in at.operands[2:]]
         return self._rows_of(self._joined([operand.value, update.value], sums=False), indices)
 
-    def _gather(self, at: _Equation) -> Value:
-        (operand, indices), named = at.operands[:2], at.eqn.params["dimension_numbers"]
+    def _gather(self, at: _Equation) -> Value:  # noqa: PLR0911  (a case a line)
+        (operand, indices), named = at.operands[:2], _param(at.eqn, "dimension_numbers")
         value, index = operand.value, indices.value
         for known in (value, index):
             if known.kind == Relation.MIXED:
                 return known
+        if index.kind == Relation.SAME and index.degree != 0 and not index.index:
+            return self._depending(index, value)
         if value.kind == Relation.SAME and index.kind == Relation.SAME:
             return replace(value, placed=bool(at.out.axes) and (value.placed or index.placed or not indices.axes), index=False)
         if value.kind == Relation.SAME or index.kind in _REDUCED:
@@ -652,7 +852,7 @@ class _Follower:
         axis = operand.axes[0]
         if axis in named.operand_batching_dims:
             return value if indices.axes else self._mixed("some of the examples are taken by an index")
-        if axis in named.start_index_map and at.eqn.params["slice_sizes"][axis] != operand.shape[axis]:
+        if axis in named.start_index_map and _param(at.eqn, "slice_sizes")[axis] != operand.shape[axis]:
             return (
                 value
                 if self._numbers(indices, named.start_index_map.index(axis))
@@ -670,7 +870,7 @@ class _Follower:
         return indices.value.index
 
     def _scattered(self, at: _Equation) -> Value:
-        (operand, indices, update), named = at.operands[:3], at.eqn.params["dimension_numbers"]
+        (operand, indices, update), named = at.operands[:3], _param(at.eqn, "dimension_numbers")
         values = [operand.value, indices.value, update.value]
         mixed = [value for value in values if value.kind == Relation.MIXED]
         if mixed:
@@ -698,7 +898,7 @@ class _Follower:
         return self._joined([operand.value, total], sums=True)
 
     def _dot_general(self, at: _Equation) -> Value:
-        (left, right), (contracted, batched) = at.operands[:2], at.eqn.params["dimension_numbers"]
+        (left, right), (contracted, batched) = at.operands[:2], _param(at.eqn, "dimension_numbers")
         values = left.value, right.value
         over = [(a, b) for a, b in zip(*contracted, strict=True) if a in left.axes or b in right.axes]
         together = any(a in left.axes for a in batched[0])
@@ -719,36 +919,41 @@ class _Follower:
 
     def _conv_general_dilated(self, at: _Equation) -> Value:
         image, kernel = at.operands[:2]
-        along = at.eqn.params["dimension_numbers"].lhs_spec[0]
+        along = _param(at.eqn, "dimension_numbers").lhs_spec[0]
         if image.axes not in ((), (along,)) or kernel.axes or at.eqn.params.get("batch_group_count", 1) != 1:
             return self._mixed("a convolution may mix examples")
         return self._multiplied([image.value, kernel.value])
 
     def _pad(self, at: _Equation) -> Value:
-        operand = at.operands[0]
-        if operand.value.kind == Relation.ROWS and any(at.eqn.params["padding_config"][axis] != (0, 0, 0) for axis in operand.axes):
+        operand, added = at.operands[0], (_param(at.eqn, "padding_config"), _param(at.other, "padding_config"))
+        if operand.value.kind == Relation.ROWS and any(each[axis] != (0, 0, 0) for each in added for axis in operand.axes):
             return self._mixed("rows are added to those of the examples")
         return self._joined([operand.value, at.operands[1].value], sums=False)
 
     # ------------------------------------------------------------------------------------------------------- loops and branches
 
     def _body(
-        self, bodies: tuple[ClosedJaxpr, ClosedJaxpr], values: Sequence[Value], shards: frozenset[str] | None = None
+        self,
+        bodies: tuple[ClosedJaxpr, ClosedJaxpr],
+        values: Sequence[Value],
+        shards: frozenset[str] | None = None,
+        turns: tuple[int, int] | None = None,
     ) -> list[Value]:
-        """What a function that is called returns; ``shards`` are the axes of a ``shard_map``."""
+        """What a function that is called returns; ``shards`` are the axes of a ``shard_map``, ``turns`` those of a loop."""
         inner, (first, second) = _Follower(self.sizes), bodies
+        inner._turns = self._turns if turns is None else turns
         inner._name, inner._eqn, inner._shards = self._name, self._eqn, self._shards if shards is None else shards
-        inner.values.update(zip(first.jaxpr.invars, (replace(value, total=None) for value in values), strict=True))
-        pairs = zip(first.consts, second.consts, strict=True)
-        inner.constants(dict(zip(first.jaxpr.constvars, pairs, strict=True)))
+        for (a, b), value in zip(_together(first.jaxpr.invars, second.jaxpr.invars, "arguments"), values, strict=True):
+            inner.take(a, b, replace(value, total=None, at=None))
+        inner.constants(*(dict(zip(body.jaxpr.constvars, body.consts, strict=True)) for body in bodies))
         inner.run(first.jaxpr.eqns, second.jaxpr.eqns)
-        return [inner.read(a, b).value for a, b in zip(first.jaxpr.outvars, second.jaxpr.outvars, strict=True)]
+        return [inner.read(a, b).value for a, b in _together(first.jaxpr.outvars, second.jaxpr.outvars, "results")]
 
     def _map(self, eqn: JaxprEqn, other: JaxprEqn, operands: list[_Operand], outs: list[_Operand]) -> list[Value]:
         """A ``jax.shard_map``: what it does to the examples of each shard, it does to all."""
         mapped, second = shard_map_of(eqn), shard_map_of(other)
         if mapped is None or second is None:
-            raise _Different
+            raise _Foreign
         entries = [
             spec[axis]
             for spec, each in zip(mapped.specs, (*operands, *outs), strict=True)
@@ -761,6 +966,10 @@ class _Follower:
 
     def _between_shards(self, eqn: JaxprEqn, operands: Sequence[_Operand]) -> list[Value]:
         """A collective that leaves each example where it is."""
+        if kind_of(eqn) in ("pmax", "pmin"):
+            return [self._applied(kind_of(eqn), [operand.value]) for operand in operands]
+        if not operands:  # the number of a shard
+            return [Value()]
         names = "all_gather_dimension", "split_axis", "concat_axis", "scatter_dimension"
         moved = {eqn.params[name] for name in names if name in eqn.params}
         return [
@@ -796,45 +1005,62 @@ class _Follower:
             return [self._applied("scan", values)] * len(outs)
         scan, bodies = scans[0], (scans[0].body, scans[1].body)
         fixed, carry, rest = values[: scan.num_fixed], values[scan.num_fixed : scan.num_before], values[scan.num_before :]
-        one_by_one = scan.length != scans[1].length
-        if not one_by_one:
+        if scan.length == scans[1].length:
             carry = self._settled(lambda carried: self._body(bodies, [*fixed, *carried, *rest])[: scan.num_carry], carry)
             return [*carry, *self._body(bodies, [*fixed, *carry, *rest])[scan.num_carry :]]
-        after = self._body(bodies, [*fixed, *carry, *rest])
         sums = _sums(bodies[0], range(scan.num_fixed, scan.num_before))
+        kept = {k for k in range(scan.num_carry) if bodies[0].jaxpr.outvars[k] is bodies[0].jaxpr.invars[scan.num_fixed + k]}
+        fixed = [replace(value, index=False) for value in fixed]  # of the turns of a loop around this one
+        varying, turns = Value(degree=None, placed=True), (scan.length, scans[1].length)  # from iteration to iteration
+        inside = [Value(zero=True) if k in sums and old.kind == Relation.SAME else old for k, old in enumerate(carry)]
+        after = self._body(bodies, [*fixed, *inside, *rest])
+        pairs = list(zip(inside, after[: scan.num_carry], strict=True))
+        changing = [k not in kept | sums and old.kind == new.kind == Relation.SAME for k, (old, new) in enumerate(pairs)]
+        if any(changing):
+            numbers = _counters(bodies[0], range(scan.num_fixed, scan.num_before))
+            varied = [replace(varying, index=old.zero and k in numbers) for k, old in enumerate(inside)]
+            inside = [new if each else old for each, old, new in zip(changing, inside, varied, strict=True)]
+            after = self._body(bodies, [*fixed, *inside, *rest], turns=turns)
         final = []
         for k, (old, new) in enumerate(zip(carry, after[: scan.num_carry], strict=True)):
-            if new.kind == Relation.SAME and old.kind == Relation.SAME and old == new:
-                final.append(old)
-            elif k in sums and new.kind == Relation.ROWS and (old.kind == Relation.TOTAL or old.zero):
-                final.append(Value(Relation.TOTAL, new.degree, new.count))
+            if k in kept or new.kind == Relation.MIXED:
+                final.append(old if k in kept else new)
+            elif k in sums and new.kind in (Relation.ROWS, Relation.SAME) and old.kind in (Relation.SAME, Relation.TOTAL):
+                one = new.kind == Relation.SAME
+                degree = None if new.degree is None or (one and new.placed) else new.degree + one
+                total = Value(Relation.SAME if one else Relation.TOTAL, degree, new.count, placed=new.placed and not one)
+                final.append(self._joined([old, replace(total, mixing=new.mixing)], sums=True))
+            elif new.kind == Relation.SAME and old.kind == Relation.SAME:
+                final.append(Value(degree=None))
             else:
-                final.append(
-                    new
-                    if new.kind == Relation.MIXED
-                    else self._mixed("a loop over the examples carries something from one to the next")
-                )
+                final.append(self._mixed("a loop over the examples carries something from one to the next"))
         inside = [
-            old if k in sums or value.kind == Relation.SAME else value
-            for k, (old, value) in enumerate(zip(carry, final, strict=True))
+            old if k in kept or k in sums or old.index else varying if value.kind == Relation.SAME else value
+            for k, (old, value) in enumerate(zip(inside, final, strict=True))
         ]
-        return [*final, *self._body(bodies, [*fixed, *inside, *rest])[scan.num_carry :]]
+        return [*final, *self._body(bodies, [*fixed, *inside, *rest], turns=turns)[scan.num_carry :]]
 
-    def _while(self, eqn: JaxprEqn, other: JaxprEqn, values: list[Value]) -> list[Value]:
-        tests, fixed = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        bodies = eqn.params["body_jaxpr"], other.params["body_jaxpr"]
+    def _while(self, eqn: JaxprEqn, other: JaxprEqn, operands: Sequence[_Operand]) -> list[Value]:
+        values = [operand.value for operand in operands]
+        tests, fixed = _param(eqn, "cond_nconsts"), _param(eqn, "body_nconsts")
+        bodies = _param(eqn, "body_jaxpr"), _param(other, "body_jaxpr")
+        asks = _param(eqn, "cond_jaxpr"), _param(other, "cond_jaxpr")
         constants = values[tests : tests + fixed]
-        return self._settled(lambda carried: self._body(bodies, [*constants, *carried]), values[tests + fixed :])
+        carry = self._settled(lambda carried: self._body(bodies, [*constants, *carried]), values[tests + fixed :])
+        (condition,) = self._body(asks, [*values[:tests], *carry])
+        if condition.kind in (Relation.LARGEST, Relation.SMALLEST) and _stops_each(bodies[0].jaxpr, fixed):
+            return carry  # as of jax.vmap: an example for which the loop is over stays as it is
+        return [self._depending(condition, value) for value in carry]
 
     def _cond(self, eqn: JaxprEqn, other: JaxprEqn, values: list[Value]) -> list[Value]:
-        branches = list(zip(eqn.params["branches"], other.params["branches"], strict=True))
+        branches = _together(_param(eqn, "branches"), _param(other, "branches"), "branches")
         results = [self._body(branch, values[1:]) for branch in branches]
         found = []
         for column in zip(*results, strict=True):
             value = column[0]
             for more in column[1:]:
                 value = self._widened(value, more)
-            found.append(value if values[0].kind == Relation.SAME else self._applied("cond", [values[0], value]))
+            found.append(self._depending(values[0], value))
         return found
 
 
@@ -852,8 +1078,41 @@ _RULES: dict[str, Callable[[_Follower, _Equation], Value]] = {
 }
 
 
+def _stops_each(body: Jaxpr, num_fixed: int) -> bool:
+    """Whether a loop's body leaves each value that it carries as it is where a condition says so."""
+    made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+    pairs = zip(body.invars[num_fixed:], body.outvars, strict=True)
+    chosen = [(old, made.get(new) if isinstance(new, Var) else None) for old, new in pairs if new is not old]
+    return all(eqn is not None and kind_of(eqn) == "select_n" and old in eqn.invars[1:] for old, eqn in chosen)
+
+
+TOLD_OF = frozenset(
+    "after_all create_token call_exported core_map custom_lin custom_partitioning debug_callback debug_print ffi_call get "
+    "io_callback linear_call pallas_call pure_callback ragged_all_to_all reduce run_state select_and_scatter swap".split()
+)
+"""Primitives of which nobody knows what they do with the examples that they read: a function of the host, a kernel, a state."""
+
+KNOWN = (
+    _LINEAR | _PASSES | _ADDS | _ELEMENTWISE | _RANDOM | _ALONG.keys() | _REDUCES | _MATRIX | _WINDOWS | _BETWEEN_SHARDS | _BODIES
+).union(_RULES, _UNIFORM, _OTHERS)
+"""The primitives whose equations are followed."""
+
+
 def _whole(atom: Atom) -> bool:
     return jnp.issubdtype(aval_of(atom).dtype, jnp.integer) or aval_of(atom).dtype == bool
+
+
+def _counters(body: ClosedJaxpr, carried: range) -> set[int]:
+    """Which of the values that a loop carries grow by one in each turn."""
+    jaxpr = body.jaxpr
+    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    eqns = [made.get(out) if isinstance(out, Var) else None for out in jaxpr.outvars[: len(carried)]]
+    pairs = [(eqn, jaxpr.invars[index]) for eqn, index in zip(eqns, carried, strict=True)]
+    return {
+        k
+        for k, (eqn, var) in enumerate(pairs)
+        if eqn is not None and kind_of(eqn) == "add" and eqn.invars[0] is var and number_in(eqn.invars[1]) == 1
+    }
 
 
 def _sums(body: ClosedJaxpr, carried: range) -> set[int]:
@@ -866,7 +1125,8 @@ def _sums(body: ClosedJaxpr, carried: range) -> set[int]:
         readers = [eqn for eqn in jaxpr.eqns if var in eqn.invars]
         while len(readers) == 1 and kind_of(readers[0]) == "convert_element_type":
             readers = [eqn for eqn in jaxpr.eqns if readers[0].outvars[0] in eqn.invars]
-        if eqn is not None and kind_of(eqn) in ("add", "add_any") and readers == [eqn] and jaxpr.outvars.count(var) == 0:
+        read = jaxpr.outvars.count(var) > 0 or jaxpr.outvars.count(out) > 1 or any(out in each.invars for each in jaxpr.eqns)
+        if eqn is not None and kind_of(eqn) in ("add", "add_any") and readers == [eqn] and not read:
             sums.add(k)
     return sums
 
@@ -877,34 +1137,93 @@ class Verdict(NamedTuple):
     what: str  # "mean": the same; "sum": the loss is a sum; "count": the same with the weight ``divisor``; "mixed": something else
     mixing: Mixing | None = None
     divisor: Count | None = None
+    degree: int = 0  # of a sum with a count: it is the sum times so many powers of the number of examples
+    shared: bool = False  # whether the weights must add up to 1, because something that is no such sum is added
 
 
 def judge(loss: TracedLoss, value: Value) -> Verdict:
     """What the value of a loss says of its mean over microbatches."""
-    if value.kind == Relation.MIXED or value.placed:
+    if value.kind in (Relation.MIXED, Relation.FUNCTION) or value.placed:
         return Verdict("mixed", value.mixing)
     if value.kind == Relation.SAME and value.degree == 0 and value.count is None:
         return Verdict("mean")
     if value.kind == Relation.TOTAL:
         if value.count is None and value.degree in (-1, 0):
             return Verdict("mean" if value.degree == -1 else "sum")
-        if value.count is not None and value.degree == 0:
-            var, degree = value.count
-            inputs = set() if var is None else ancestors(loss.graph, [var])
-            outside = {*loss.params, *loss.state, *(() if loss.key is None else (loss.key,))}
-            if var is not None and degree is not None and inputs.isdisjoint(outside):
-                return Verdict("count", divisor=value.count)
-            return Verdict(
-                "mixed", Mixing("a sum over the examples is divided by another one, which depends on more than the batch", "", "")
-            )
+        if value.count is not None and value.degree is not None:
+            return _by_count(loss, value, value.count, value.degree)
     what = value.kind.value if value.kind in (Relation.LARGEST, Relation.SMALLEST) else "it depends on the number of examples"
     return Verdict("mixed", Mixing(what, "", ""))
 
 
-def place_of(graph: Graph, var: Var) -> tuple[int, int]:
-    """Which result of which equation a variable is."""
-    i = graph.producers()[var]
-    return i, list(graph.eqns[i].outvars).index(var)
+def _by_count(loss: TracedLoss, value: Value, count: Count, degree: int) -> Verdict:
+    """What is said of a sum over the examples that is multiplied or divided by functions of another."""
+    read = [] if count.var is None else [count.var, *(factor.var for factor in count.factors)]
+    outside = {*loss.params, *loss.state, *(() if loss.key is None else (loss.key,))}
+    if count.degree is None or not read or not ancestors(loss.graph, read).isdisjoint(outside):
+        what = "a sum over the examples is divided by another one, which depends on more than the batch"
+    elif any(math.prod(aval_of(var).shape) != 1 for var in read):
+        what = "sums over the examples are divided by several others"
+    elif not _from_count(loss.graph, count)[2].isdisjoint(loss.graph.inputs):
+        what = "a sum over the examples is divided by what depends on more than a count of them"
+    elif value.plus and not (degree == count.degree and is_reciprocal(loss.graph, count)):
+        what = "a term is added to a sum over the examples that is divided by a count with a guard, which changes it"
+    else:
+        return Verdict("count", divisor=count, degree=degree, shared=value.plus)
+    return Verdict("mixed", Mixing(what, "", ""))
+
+
+def first_alike(graph: Graph) -> dict[Var, Var]:
+    """Of each variable that an equation makes, the first that is computed in the same way."""
+    known, first = dict[Var, Var](), dict[Hashable, Var]()
+    for eqn in graph.eqns:
+        plain = not eqn.effects and all(map(_is_plain, eqn.params.values()))
+        reads = [(repr(a.val), str(a.aval)) if isinstance(a, Literal) else known.get(a, a) for a in eqn.invars] if plain else []
+        for k, var in enumerate(eqn.outvars):
+            known[var] = first.setdefault((eqn.primitive, *reads, repr(eqn.params), k), var) if plain else var
+    return known
+
+
+def _from_count(graph: Graph, count: Count) -> tuple[list[int], list[Var], set[Var]]:
+    """The equations that make of a count what a sum is multiplied by, the variables that hold it, and what else they read."""
+    known, outputs = first_alike(graph), {factor.var for factor in count.factors}
+    counts = [var for var, first in known.items() if first is count.var]
+    needed, eqns = outputs.difference(counts), list[int]()
+    for i in reversed(range(len(graph.eqns))):
+        if not needed.isdisjoint(graph.eqns[i].outvars):
+            eqns.append(i)
+            needed.update(set(variables(graph.eqns[i].invars)).difference(counts))
+    return eqns[::-1], counts, needed
+
+
+def factor_of(graph: Graph, count: Count) -> Callable[[jax.Array], jax.Array]:
+    """What a sum over the examples is multiplied by, as a function of the count."""
+    assert count.var is not None
+    eqns, counts, _ = _from_count(graph, count)
+    run = graph.function(eqns, [*counts, *graph.constants], [factor.var for factor in count.factors])
+    shape, dtype = aval_of(count.var).shape, aval_of(count.var).dtype
+
+    def factor(value: jax.Array) -> jax.Array:
+        value = jnp.round(value) if jnp.issubdtype(dtype, jnp.integer) else value
+        result = jnp.ones((), value.dtype)
+        given = value.astype(dtype).reshape(shape)
+        for found, each in zip(run(*[given] * len(counts), *graph.constants.values()), count.factors, strict=True):
+            scalar = found.reshape(())
+            kept = {"where": scalar, "where not": ~scalar}.get(each.how) if scalar.dtype == bool else None
+            scaled = result / scalar if each.how == "/" else result * scalar
+            result = scaled if kept is None else jnp.where(kept, result, 0)
+        return result
+
+    return factor
+
+
+def is_reciprocal(graph: Graph, count: Count) -> bool:
+    """Whether what a sum is multiplied by is 1 over the count, for whole counts from 1 on: no guard changes these."""
+    if count.factors == (Factor(count.var, "/"),):  # type: ignore[arg-type]
+        return True
+    values = jnp.asarray([1.0, 2, 3, 5, 8, 100, 1000], float)
+    factor, near = factor_of(graph, count), 4 * float(jnp.finfo(values.dtype).eps)
+    return all(abs(float(factor(value)) * float(value) - 1) <= near for value in values)
 
 
 def written(loss: TracedLoss, var: Var, leaves: Sequence[str]) -> str | None:
@@ -964,8 +1283,13 @@ class MicrobatchWarning(UserWarning):
     """What a step computes is not what the loss says of the whole batch, because the loss is no mean over the examples."""
 
 
-def advice(loss: TracedLoss, verdict: Verdict, num_microbatches: int, reduction: str, leaves: Sequence[str]) -> str | None:
-    """What to tell the user of a loss, ``leaves`` as its batch is written; None if the step is what the loss says."""
+def advice(
+    loss: TracedLoss, verdict: Verdict, num_microbatches: int, reduction: str, leaves: Sequence[str], *, automatic: bool
+) -> str | None:
+    """What to tell the user of a loss, ``leaves`` as its batch is written; None if the step is what the loss says.
+
+    ``automatic``: it was to be weighed by its count.
+    """
     name, parts = "loss_fn", f"over {num_microbatches} microbatches"
     computed = f"a step computes the {reduction} {parts} of the loss"
     if verdict.what == reduction:
@@ -977,10 +1301,21 @@ def advice(loss: TracedLoss, verdict: Verdict, num_microbatches: int, reduction:
         got = f"a mean over the examples, of which that is {num_microbatches} times as much; so are the gradients"
         return f"{name}: {computed}.\n  Got: {got}.\n  Fix: leave reduction out, or return the sum."
     if verdict.what == "count" and verdict.divisor is not None and verdict.divisor.var is not None:
-        line = written(loss, verdict.divisor.var, leaves)
+        plain = verdict.divisor.degree == verdict.degree == 0 and is_reciprocal(loss.graph, verdict.divisor)
+        line = written(loss, verdict.divisor.var, leaves) if plain else None
         got = "a sum over the examples divided by a count of them, which may be another in each microbatch"
-        fix = 'pass weight="auto"' + (f", or weight=lambda batch: {line}" if line and verdict.divisor.degree == 0 else "")
+        fix = 'pass weight="auto"' + (f", or weight=lambda batch: {line}" if line else "")
         return f"{name}: {computed}.\n  Got: {got}.\n  Fix: {fix}."
     got = f"a loss that is no mean over the examples: {verdict.mixing}"
+    if automatic:
+        got += '; weight="auto" finds no count to weigh by, so microbatches weigh as many examples as they have'
     fix = "pass num_microbatches=1 for the loss of the whole batch, or filter jaxpp.MicrobatchWarning if this is what you want"
     return f"{name}: {computed}, and each microbatch knows its own examples only.\n  Got: {got}.\n  Fix: {fix}."
+
+
+def unexamined(why: str, num_microbatches: int, reduction: str) -> str:
+    """What to tell the user of a loss of which nobody knows what it does with the examples."""
+    rule = f"a step computes the {reduction} over {num_microbatches} microbatches of the loss, and of its aux values"
+    got = f"a loss that cannot be compared at batches of two sizes, so nobody knows whether that is the loss of the batch: {why}"
+    fix = "pass num_microbatches=1 for the loss of the whole batch, or filter jaxpp.MicrobatchWarning if this is what you want"
+    return f"loss_fn: {rule}.\n  Got: {got}.\n  Fix: {fix}."

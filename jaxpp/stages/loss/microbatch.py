@@ -50,7 +50,9 @@ class Microbatches:
 
     Args:
         batches: trees of arrays or numbers, all of one structure, the first axis of each array the examples of that microbatch. An
-            iterator is read to its end, and may fill the NumPy arrays of an item again for the next: each item is copied.
+            iterator is read to its end, and may fill the NumPy arrays of an item again for the next: each item is copied. With
+            ``weights``, the arrays of a microbatch may have several numbers of rows, as the nodes and edges of padded graphs have,
+            since nothing is split.
         weights: how much each microbatch counts, float[microbatches], such as the numbers of their tokens; they take the place of
             the pipeline's ``weight``. Default: what ``weight`` says, or the numbers of their examples.
 
@@ -186,8 +188,10 @@ def _aval(leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 
 def resized(avals: Batch, size: int, shared: Collection[int] = ()) -> Batch:
-    """The shapes of a batch of so many examples; the leaves numbered ``shared`` keep theirs."""
+    """The shapes of a batch of so many examples; the leaves numbered ``shared`` keep theirs, and so do all of a ragged batch."""
     leaves, tree = jax.tree.flatten(avals)
+    if is_ragged(leaves, shared):
+        return avals
     return tree.unflatten(leaf if k in shared else leaf.update(shape=(size, *leaf.shape[1:])) for k, leaf in enumerate(leaves))
 
 
@@ -200,6 +204,11 @@ def shared_leaves(batch: Batch, names: Sequence[str] = ()) -> frozenset[int]:
 def num_examples(leaves: Sequence[Leaf], shared: Collection[int]) -> int:
     """The length of the first axis of the leaves that are split."""
     return next(leaf.shape[0] for k, leaf in enumerate(leaves) if k not in shared)
+
+
+def is_ragged(leaves: Sequence[Leaf], shared: Collection[int]) -> bool:
+    """Whether the leaves have different numbers of rows, as those of a batch of graphs have."""
+    return len({leaf.shape[0] for k, leaf in enumerate(leaves) if k not in shared}) > 1
 
 
 def _matches(path: KeyPath, name: str) -> bool:
@@ -219,14 +228,23 @@ def check_shared(batch: Batch, names: Sequence[str]) -> None:
 
 
 def check_batch(
-    batch: Batch, num_microbatches: int, num_replicas: int = 1, shared: Sequence[str] = (), called: str = "batch"
+    batch: Batch,
+    num_microbatches: int,
+    num_replicas: int = 1,
+    shared: Sequence[str] = (),
+    called: str = "batch",
+    *,
+    ragged: bool = False,
 ) -> int:
-    """The number of examples in a replica's part of a batch, of arrays or shapes; the leaves named ``shared`` are not split."""
+    """The number of examples in a replica's part of a batch, of arrays or shapes; the leaves named ``shared`` are not split.
+
+    A ``ragged`` batch may have leaves of several lengths, as a batch of graphs has; it is one example then.
+    """
     if isinstance(batch, Microbatches):
         rule = "only a step of a loss takes microbatches of your own: step, evaluate, verify, profile, forecast, value_and_grad"
         fix = "pass one batch; pipe.stream(state, batches, fn) takes batches of different lengths, one after another"
         raise BatchError(called, rule, repr(batch), fix)
-    size = _check_leaves(batch, shared, called)
+    size = _check_leaves(batch, shared, called, ragged=ragged)
     counted, per_replica = f"{size} example{'s' * (size != 1)}", f", {num_replicas} replicas"
     where = f"{called}, num_microbatches={num_microbatches}"
     if size % num_replicas:
@@ -244,7 +262,7 @@ def check_batch(
     return size // num_replicas
 
 
-def _check_leaves(batch: Batch, names: Sequence[str], called: str) -> int:
+def _check_leaves(batch: Batch, names: Sequence[str], called: str, *, ragged: bool) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise BatchError(called, "a batch is a tree of arrays", "a tree without leaves", "pass the arrays of one batch")
@@ -269,11 +287,13 @@ def _check_leaves(batch: Batch, names: Sequence[str], called: str) -> int:
         rule = "at least one batch leaf is an array whose first axis counts the examples"
         raise BatchError(called, rule, described, "pass arrays, and leave the leaf with the examples out of shared=(...)")
     lengths = {leaf.shape[0] for k, (_, leaf) in enumerate(leaves) if k not in shared}
+    if len(lengths) > 1 and ragged:
+        return 1
     if len(lengths) > 1:
         fix = (
             "give every leaf one row for each example; if examples differ in size (graphs), pad each to one size, stack them "
             "along a new first axis and jax.vmap the function over it; name what is the same for all examples: "
-            'shared=("beta", "graph/*")'
+            'shared=("beta", "graph/*"); or pass jaxpp.Microbatches(batches, weights=...), of which none is split'
         )
         raise BatchError(called, "all batch leaves have the same first axis, the number of examples", described, fix)
     if lengths == {0}:
