@@ -291,7 +291,7 @@ def test_a_forbidden_token_is_never_drawn_whatever_else_is_impossible():
         assert int(rule(never=[0, 1])(logits, key)) == 2
         assert math.isnan(draw(rule(never=[1, 2]), logits, key)[1])  # by which a generation refuses it
     for never in ((token for token in (1, 2)), {1, 2}, np.array([1, 2])):
-        assert sorted(Sampling(**{"never": never}).never) == [1, 2]
+        assert sorted(Sampling(never=never).never) == [1, 2]
 
 
 @pytest.mark.parametrize(
