@@ -69,6 +69,8 @@ _HALVINGS = 30
 _MOST = 4.0  # how much longer actions may take in a step than alone, or less long
 _KIND = "jaxpp tune 5"  # what a file of results says of itself; another number for other contents
 
+_Check = Callable[[object], bool]  # whether something in a file of results can be a result
+
 
 class Devices:
     """A ``Machine`` that runs steps on copies of the parameters; results are kept in the user's cache folder, or in ``keep``."""
@@ -166,9 +168,7 @@ class Devices:
 
         return [tuple(taken) for taken in self._result("steps", candidates, run, are_right)]
 
-    def _result(
-        self, kind: str, candidates: Sequence[Candidate], ask: Callable[[], Any], are_right: Callable[[object], bool]
-    ) -> Any:
+    def _result(self, kind: str, candidates: Sequence[Candidate], ask: Callable[[], Any], are_right: _Check) -> Any:
         names: list[str] = []
         for candidate in candidates:
             rows = hashlib.sha256(candidate.schedule.to_csv().encode()).hexdigest()[:32]
@@ -497,7 +497,7 @@ class _Results:
         if several:
             self._found, self.remark = json.loads(texts_of_all(json.dumps([self._found, self.remark]))[0])
 
-    def get(self, kind: str, name: str, is_right: Callable[[object], bool]) -> Any:
+    def get(self, kind: str, name: str, is_right: _Check) -> Any:
         """A result; None if there is none, or something that cannot be one."""
         value = self._found.get(kind, {}).get(name)
         if value is None or (kind, name) in self._own or is_right(value):
@@ -505,7 +505,7 @@ class _Results:
         self.remark = f"in {self._path or 'the file of results'} is what cannot be a result ({kind}), which is measured anew"
         return None
 
-    def known(self, kind: str, name: str, ask: Callable[[], Any], is_right: Callable[[object], bool]) -> Any:
+    def known(self, kind: str, name: str, ask: Callable[[], Any], is_right: _Check) -> Any:
         value = self.get(kind, name, is_right)
         if value is None:
             value = ask()
