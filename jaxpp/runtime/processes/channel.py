@@ -277,6 +277,8 @@ class Agreement:
         if self._over or self._channel is None:
             return
         self._over = True
+        if self._number and isinstance(error, ProcessError):  # the others find the same in what this process has said
+            return
         if not self._number:  # it has not begun: this is what it has to say in the exchange that it owes the others
             self._channel.num_exchanges += 1
             self._number = self._channel.num_exchanges
