@@ -711,7 +711,8 @@ class Pipeline(Forward):
         try:
             if self._first is not None:
                 first = self._first._opened("init").engine
-                engine = open_engine(self._options, self._optimizer, variables, batch, key, like=first.layout)
+                there = {"like": first.layout, "places": first.options.placement.places}
+                engine = open_engine(self._options, self._optimizer, variables, batch, key, **there)
                 return engine.with_host(first.options.host)  # which hbm= may have chosen
             return super()._cut(variables, batch, key, known)
         except CutError as error:

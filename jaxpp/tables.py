@@ -2,10 +2,29 @@
 
 import html
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 _GAP = 2  # spaces between columns
+
+
+_PLAIN = str.maketrans({"·": ".", "µ": "u", "±": "+-"})
+
+
+def printable(text: str) -> str:
+    """The text in letters that standard output can print, where its encoding (of an ASCII locale, say) has few.
+
+    Example:
+        >>> printable("F··B, 3 µs ±2%").translate(_PLAIN)
+        'F..B, 3 us +-2%'
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_PLAIN).encode(encoding, "backslashreplace").decode(encoding)
+    return text
 
 
 def terminal_columns() -> int:
@@ -37,7 +56,7 @@ def table_lines(rows: Sequence[Sequence[str]], *, keep: int = 1, left: bool = Fa
         lines += [""] * bool(lines)
         for row in rows:
             cells = (row[k].ljust(widths[k]) if left else row[k].rjust(widths[k]) for k in block)
-            lines.append((" " * _GAP).join(cells).rstrip())
+            lines.append(printable((" " * _GAP).join(cells).rstrip()))
     return lines
 
 
@@ -57,7 +76,7 @@ def fold_lines(lines: Iterable[str], width: int | None = None) -> list[str]:
     """Sentences in lines that fit, the terminal unless ``width`` is given; what continues a line is indented."""
     room = width or terminal_columns()
     found = []
-    for line in lines:
+    for line in map(printable, lines):
         wrapped = textwrap.wrap(line, room, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         found += [line] if len(line) <= room else wrapped
     return found

@@ -33,8 +33,8 @@ from jaxpp.runtime.debug_nans import NanCheck, flags
 from jaxpp.runtime.edges import HOST_MEMORY, at_replica, put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.runtime.execute import Observer, dispatch, execute, first_slots, limit_of
 from jaxpp.runtime.interrupts import despite_ctrl_c
-from jaxpp.runtime.place import Placement
-from jaxpp.runtime.processes.channel import agreement, transfers
+from jaxpp.runtime.place import Place, Placement
+from jaxpp.runtime.processes.channel import Agreement, agreement, transfers
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.registry import AUTO, with_microbatches
@@ -75,7 +75,7 @@ class Engine:
         self._shapes = LRU[_AtShape](self.options.max_shapes)
         self._by_count = LRU[Engine](self.options.max_shapes)
         # What all processes have agreed on. Plans are no measure of that: a process may forecast a step that the others do not.
-        self._agreed = LRU[dict[Hashable, Callable[[], None]]](self.options.max_shapes)
+        self._agreed = LRU[dict[Hashable, Agreement]](self.options.max_shapes)
 
     def with_schedule(self, schedule: Schedule, offload: tuple[int | None, ...] | None = None) -> "Engine":
         """The same cuts in another order, programs shared where a stage keeps its device; ``offload`` is as here if None."""
@@ -96,7 +96,8 @@ class Engine:
         """The schedule of so many microbatches. What is made to measure is measured on the first batch, whatever comes later."""
         if self.options.schedule.name != AUTO:
             return with_microbatches(self.options.schedule, num_microbatches)
-        return made_for(self.options, self.preparer.first_cut, self.programs, num_microbatches)
+        owners = self.options.schedule.stage_to_rank  # the parameters are there
+        return made_for(self.options, self.preparer.first_cut, self.programs, num_microbatches, owners)
 
     def with_remat(self, remat: tuple[RematPolicy, ...] | None, offload: tuple[int | None, ...]) -> "Engine":
         """The same cuts and the same schedule, with stages that keep something else."""
@@ -273,19 +274,19 @@ class Engine:
 
     def _agreed_plan(
         self, purpose: Purpose, batch: Batch, key: Key | None, loss_fn: LossFn | None, *, donate: bool, watched: bool
-    ) -> tuple[Plan, LoweredStep, Callable[[], None]]:
+    ) -> tuple[Plan, LoweredStep, Agreement]:
         given = {"loss_fn": loss_fn, "donate": donate}
         what, shape = (purpose, donate, watched), (loss_fn, shapes_key(batch, key))
         calls = self._agreed.find(shape) or {}
-        if again := calls.get(what):
-            return *self.plan(purpose, batch, key, **given, watched=watched), again
+        if known := calls.get(what):
+            return *self.plan(purpose, batch, key, **given, watched=watched), known
         with agreement(call_of(purpose, is_loss=self.options.is_loss), self.options.devices) as agree:
             lowered = despite_ctrl_c(self.lower, purpose, batch, key, **given)
             check_leaves(lowered, batch, batch_leaves(batch))
             agree(lambda: step_texts(self.options, self.placed, lowered, batch, key))
             found = self.plan(purpose, batch, key, **given, watched=watched)
-        self._agreed.put(shape, calls | {what: agree.again})
-        return *found, agree.again
+        self._agreed.put(shape, calls | {what: agree})
+        return *found, agree
 
     def _make_plan(
         self, purpose: Purpose, batch: Batch, key: Key | None, *, loss_fn: LossFn | None, donate: bool, watched: bool
@@ -437,13 +438,10 @@ class Engine:
             if donate and self.options.waiting:
                 _let_go(leaves, outcome.state)
             return outcome
-        plan, lowered, again = self._agreed_plan(purpose, batch, key, loss_fn, donate=donate, watched=watched)
-        try:
-            arguments = self._arguments(lowered, purpose, leaves, batch, key)
-        except BaseException:
-            self._agreed.clear()  # if the others go on nevertheless, the next call finds it
-            raise
-        again()
+        plan, lowered, agreed = self._agreed_plan(purpose, batch, key, loss_fn, donate=donate, watched=watched)
+        names = self.preparer.groups.names
+        about = f"for task {', '.join(map(repr, names if len(set(names)) > 1 else names[:1]))} " if names else ""
+        arguments = agreed.again(lambda: self._arguments(lowered, purpose, leaves, batch, key), about)
         with transfers(call_of(purpose, is_loss=self.options.is_loss)):
             return lowered.outcome(execute(plan, arguments, observer, hold))
 
@@ -505,12 +503,13 @@ def open_engine(
     *,
     known: Engine | None = None,
     like: Layout | None = None,
+    places: Sequence[Place] = (),
 ) -> Engine:
     """The engine for parameters (and the model state, if any) and a batch of these shapes: the loss cut, the optimizer placed.
 
     ``known``, an engine of the same options, is returned if it is for these shapes, and lends its programs otherwise, itself
     unchanged whatever is refused. The loss is cut at the same places as in the layout ``like``. A schedule that is to be made to
-    measure is made here.
+    measure is made here; where the stages of ``places`` are, there its stages are too, if its ranks are there.
     """
     shapes = shapes_key(batch, key)
     if known is not None and same_shapes(known.layout.given, variables) and known.opened_at == shapes:
@@ -520,7 +519,11 @@ def open_engine(
     placed = place_leaves(options, optimizer, layout, first)
     preparer = Preparer(options, layout, placed.placement, first, microbatch, key)
     engine = Engine(options, optimizer, placed, preparer, programs, shapes)
-    return engine.with_schedule(made_for(options, first, programs)) if options.made_to_measure else engine
+    if not options.made_to_measure:
+        return engine
+    ranks, stages = ([place.devices for place in each] for each in (options.placement.by_rank, places))
+    owners = [ranks.index(devices) for devices in stages] if set(stages) == set(ranks) else None
+    return engine.with_schedule(made_for(options, first, programs, stage_to_rank=owners))
 
 
 def _delete(*values: Array) -> tuple[()]:

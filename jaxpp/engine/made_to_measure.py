@@ -9,6 +9,7 @@ parameters over the link to host memory, so ``looped-bfs``, which turns least, i
 copies, and if the residuals that it holds are no more than the state that no longer lives on the device.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxpp.engine.layout import links_of
@@ -31,15 +32,26 @@ from jaxpp.stages.stage import StageCode
 _STATE = 4  # times the bytes of parameters: they, their gradients, and two moments of an optimizer
 
 
-def made_for(options: Options, cut: CutLoss, programs: Programs, num_microbatches: int | None = None) -> Schedule:
-    """The schedule of a pipeline whose loss was cut so, of as many microbatches as its options say unless given."""
+def made_for(
+    options: Options,
+    cut: CutLoss,
+    programs: Programs,
+    num_microbatches: int | None = None,
+    stage_to_rank: Sequence[int] | None = None,
+) -> Schedule:
+    """The schedule of a pipeline whose loss was cut so, of as many microbatches as its options say unless given.
+
+    Where parameters are on their devices already, ``stage_to_rank`` says where the stages are; else it is chosen too.
+    """
     before, costs = options.schedule, stage_costs(options, cut, programs)
     ranks, microbatches, kept = before.num_ranks, num_microbatches or before.num_microbatches, costs.residuals
-    own = [sum(size for size, owner in zip(kept, before.stage_to_rank, strict=True) if owner == rank) for rank in range(ranks)]
+    owners = stage_to_rank or before.stage_to_rank
+    own = [sum(size for size, owner in zip(kept, owners, strict=True) if owner == rank) for rank in range(ranks)]
     found = synthesise(
         ranks,
         microbatches,
         stages_per_rank=before.num_stages // ranks,
+        stage_to_rank=stage_to_rank,
         room=min(ranks, microbatches) * max(own),
         **costs._asdict(),
     )

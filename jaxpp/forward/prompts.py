@@ -94,6 +94,9 @@ class Places:
         self._where, self._sizes, self._max_length = where, sizes, max_length
         self._vocab = _LARGEST + 1 if vocab is None else vocab
         self._stops = _stops_of(stop, where)
+        if unknown := sorted({token for tokens in self._stops for token in tokens if token >= self._vocab}):
+            rule, got = "a token that ends a sequence is one that the model makes", f"{unknown}, of {self._vocab} tokens"
+            raise ArgumentError(f"{where}(..., stop={shown(stop)})", rule, got, "pass numbers of the model's own vocabulary")
         self._num_tokens = _numbers_of_tokens(num_tokens, where)
         source = _iterable_of(prompts, where)
         self.num_made = self.num_ended = self._num_spared = 0  # tokens read, prompts whose last token was, tokens not made
@@ -183,6 +186,8 @@ class Places:
         rule = "a sampling function returns the number of a token that has a logit"
         known = f" where there are logits for {self._vocab} tokens" if self._vocab <= _LARGEST else ""
         got, fix = f"{token.token}{known}, for {place}; this sequence ends here", "return a number from 0 to len(logits) - 1"
+        if token.token == -1:
+            fix += "; a jaxpp.Sampling gives -1 where all tokens that are not in never have the logit -inf"
         return OutputError("sample(logits, key)", rule, got, fix)
 
     def _checked(self, prompts: Sequence[Tree]) -> list[np.ndarray]:

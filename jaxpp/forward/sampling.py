@@ -7,7 +7,6 @@ side by side, in which order, or on how many devices.
 """
 
 import inspect
-import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ __all__ = [
 
 Sampler = Callable[..., Int[Array, ""]]  # (logits [vocab], key[, history]): the token drawn for one position; traced
 
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # what is 0 or infinite in float32 makes NaNs
 _SMALL, _SMALLEST = 1e-6, 1e-30  # below the first temperature the maximum is subtracted first; below the second it is used instead
 
 _FN = "fn(params, carry, tokens)"  # what messages call the user's function
@@ -84,7 +84,7 @@ class Sampling:
 
     Raises:
         ArgumentError: a temperature below 0, ``top_k`` below 1 or above the size of the vocabulary, ``top_p`` not in (0, 1], a
-            penalty that is not above 0, or tokens in ``never`` that are none.
+            penalty that is not above 0, numbers that float32 has as 0 or infinity, and tokens in ``never`` that are none, or all.
 
     Example:
         >>> logits = jnp.log(jnp.array([0.1, 0.6, 0.3]))
@@ -109,14 +109,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         wrong: list[str] = []
-        several = isinstance(self.never, Iterable) and not isinstance(self.never, (str, bytes))
-        if not several or not all(map(is_count, self.never)):
+        several = isinstance(self.never, Iterable) and not isinstance(self.never, (str, bytes)) and getattr(self.never, "ndim", 1)
+        never = tuple(self.never) if several else ()  # an iterator gives them once
+        if not several or not all(map(is_count, never)):
             wrong.append(f"never={shown(self.never)} is no list of token numbers")
         else:
-            object.__setattr__(self, "never", tuple(map(int, self.never)))  # so that equal rules have equal hashes
-        if not (_is_real(self.repetition_penalty) and 0 < self.repetition_penalty < math.inf):
+            object.__setattr__(self, "never", tuple(map(int, never)))  # so that equal rules have equal hashes
+        if not (_is_real(self.repetition_penalty) and _LEAST <= self.repetition_penalty <= _MOST):
             wrong.append(f"repetition_penalty={shown(self.repetition_penalty)} is no finite number above 0")
-        if not (_is_real(self.temperature) and 0 <= self.temperature < math.inf):
+        if not (_is_real(self.temperature) and 0 <= self.temperature <= _MOST):
             wrong.append(f"temperature={shown(self.temperature)} is no finite number of at least 0")
         if self.top_k is not None and not is_count(self.top_k, least=1):
             wrong.append(f"top_k={shown(self.top_k)} is no whole number of at least 1")
@@ -128,7 +129,13 @@ class Sampling:
             raise ArgumentError("jaxpp.Sampling(...)", rule, wrong, fix)
 
     def __call__(self, logits: Float[Array, " vocab"], key: Key, history: History | None = None) -> Int[Array, ""]:
-        """The token drawn from the logits of one position."""
+        """The token drawn from the logits of one position; -1 if all that are not in ``never`` have the logit -inf."""
+        if not self.never:
+            return self._drawn(logits, key, history)
+        some_left = self._allowed(logits, history).max() != -jnp.inf  # else a token of ``never`` would be as likely as any other
+        return jnp.where(some_left, self._drawn(logits, key, history), -1)
+
+    def _drawn(self, logits: Float[Array, " vocab"], key: Key, history: History | None) -> Int[Array, ""]:
         if self.temperature == 0:
             return jnp.argmax(self._allowed(logits, history))
         return jax.random.categorical(key, self.adjusted(logits, history))
@@ -138,6 +145,9 @@ class Sampling:
         if unknown := [token for token in self.never if token >= logits.shape[0]]:
             where, fix = f"jaxpp.Sampling(never={list(self.never)})", "pass numbers of the model's own vocabulary"
             raise ArgumentError(where, "tokens that are never drawn are in the vocabulary", f"{unknown}, of {logits.shape[0]}", fix)
+        if len(set(self.never)) == logits.shape[0]:
+            where, fix = "jaxpp.Sampling(never=...)", "leave a token out of never that may be drawn"
+            raise ArgumentError(where, "one token at least may be drawn", f"never has all {logits.shape[0]} tokens", fix)
         if self.repetition_penalty != 1:
             if history is None:
                 where, rule = "jaxpp.Sampling(repetition_penalty=...)(logits, key)", "a penalty needs the tokens that there were"

@@ -45,16 +45,17 @@ class Store:
         """All texts of a folder, by the last part of their names, the number of a process."""
         return {int(key.rpartition("/")[2]): text for key, text in self._client.key_value_dir_get(name + "/")}
 
-    def wait(self, name: str, seconds: float) -> None:
-        """Return as soon as somebody has written a text of this name, or when the time is over."""
+    def wait(self, name: str, seconds: float) -> str | None:
+        """The text of this name, as soon as somebody has written it; None when the time is over."""
         try:
-            self._client.blocking_key_value_get(name, int(1000 * seconds))
+            return self._client.blocking_key_value_get(name, int(1000 * seconds))
         except Exception as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
+            return None
 
     def drop(self, name: str) -> None:
-        """Forget a text, if there is one."""
+        """Forget a text, or all texts of a folder, if there are any."""
         with contextlib.suppress(Exception):  # it was forgotten before
             self._client.key_value_delete(name)
 

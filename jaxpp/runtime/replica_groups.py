@@ -21,6 +21,7 @@ class ReplicaGroups:
     """Which replicas have the same parameters of their own, in the step that is about to run; the means over them."""
 
     def __init__(self) -> None:
+        self.names: tuple[Hashable, ...] = ()
         self.current: tuple[tuple[int, ...], ...] = ()
         self.compiled: dict[Hashable, Compiled] = {}  # the programs of the groups met so far, for all batch shapes
 
@@ -29,7 +30,7 @@ class ReplicaGroups:
         groups: dict[Hashable, list[int]] = {}
         for replica, name in enumerate(names):
             groups.setdefault(name, []).append(replica)
-        self.current = tuple(map(tuple, groups.values()))
+        self.names, self.current = tuple(names), tuple(map(tuple, groups.values()))
 
 
 @dataclass(frozen=True)

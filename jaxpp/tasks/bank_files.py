@@ -13,7 +13,7 @@ import math
 import os
 import re
 import secrets
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -147,16 +147,19 @@ class BankFiles:
         account = self._accounts[str(path)]
         kept = {folder for manifest in manifests for folder, _ in _read_manifest(where, manifest)[0].values()}
         kept |= {*account.named, *(folder for folder, _ in account.sets.values())}
-        matches = map(_FOLDER.fullmatch, sorted(_folders(where, path)))
-        gone = tuple(match[0] for match in matches if match and match[1] not in kept)
+        matches = [match for match in map(_FOLDER.fullmatch, sorted(_folders(where, path))) if match and match[1] not in kept]
+        gone = tuple(match[0] for match in matches if (path / match[0]).is_dir() and not os.path.islink(path / match[0]))
         with agreement(where, jax.devices()) as agree:  # all have looked before the first deletes
             agree(lambda: {"folders": "\n".join(gone)})
+        wrong: list[OSError] = []
         for folder in gone if jax.process_index() == 0 else ():
             try:
                 (path / folder).rmtree()
-            except OSError as error:
-                fix = "give the process the right to delete it, then prune again"
-                raise BankError(where, "folders that no manifest names are deleted", _in_words(error), fix) from error
+            except OSError as error:  # the others are deleted even so
+                wrong.append(error)
+        if wrong:
+            fix = "give the process the right to delete it, then prune again"
+            raise BankError(where, "folders that no manifest names are deleted", list(map(_in_words, wrong)), fix) from wrong[0]
         return gone
 
     def remarks(self) -> list[str]:
@@ -295,17 +298,24 @@ def _write_manifest(folders: Mapping[Hashable, str], layouts: Mapping[Hashable, 
 
 def _read_manifest(where: str, manifest: Json) -> tuple[dict[Hashable, tuple[str, int]], list[Json]]:
     version = manifest.get("jaxpp_bank") if isinstance(manifest, Mapping) else None
-    if version not in (None, _FORMAT):
+    if version is not None and (version != _FORMAT or type(version) is not int):
         got = f"version {shown(version)}; this jaxpp reads version {_FORMAT}"
         fix = "use a later jaxpp, such as the one that saved it"
         raise BankError(where, "a manifest is of a version that jaxpp knows", got, fix)
     with _reading(where, manifest, *_MANIFEST):
-        sets, forms = {_decoded(name): (folder, number) for name, folder, number in manifest["sets"]}, list(manifest["forms"])
-        right = [isinstance(folder, str) and number in range(len(forms)) for folder, number in sets.values()]
+        rows, forms = [(_decoded(name), folder, number) for name, folder, number in manifest["sets"]], list(manifest["forms"])
+        sets = {name: (folder, number) for name, folder, number in rows}
+        right = [version == _FORMAT, len(sets) == len(rows)]  # equal names would be one set
+        right += [
+            isinstance(folder, str) and type(number) is int and number in range(len(forms)) for folder, number in sets.values()
+        ]
+        named = Counter(folder for _, folder, _ in rows)
+        if twice := [f"{name!r}: {folder}" for name, folder, _ in rows if named[folder] > 1]:
+            raise BankError(where, "each set has a folder of its own", twice, _MANIFEST[1])
         for form in forms:
             jax.tree.structure(_tree(form["params"]))
             for leaf in _leaves(form):
-                right += [isinstance(leaf.path, str), *(isinstance(size, int) and size >= 0 for size in leaf.shape)]
+                right += [isinstance(leaf.path, str), *(type(size) is int and size >= 0 for size in leaf.shape)]
                 right.append(leaf.dtype.startswith("key<") or np.dtype(leaf.dtype).itemsize > 0)
         if not all(right):
             raise ValueError("a part of it is not what it should be")

@@ -12,7 +12,7 @@ import pytest
 import jaxpp
 from jaxpp.engine import made_to_measure
 from jaxpp.engine.made_to_measure import boundary_bytes
-from jaxpp.errors import ScheduleError, StateError
+from jaxpp.errors import CutError, ScheduleError, StateError
 from jaxpp.schedule import make, simulate
 from jaxpp.stages.estimate import CPU_RATES
 
@@ -156,6 +156,44 @@ def test_of_another_number_of_microbatches_it_is_the_same_whichever_list_comes_f
     pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=4, num_microbatches=6, schedule="auto")
     pipe.abstract_state(params(), jax.ShapeDtypeStruct((6 * 2, 8, SIZES[0]), "float32"))
     assert pipe.schedule == long
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("num_stages", "num_devices"), [(4, 2), (6, 3)])
+def test_of_another_number_of_microbatches_the_stages_stay_where_their_parameters_are(num_stages, num_devices):
+    options = {"num_stages": num_stages, "devices": jax.devices()[:num_devices]}
+
+    def given(count):
+        return jaxpp.Microbatches([jax.ShapeDtypeStruct((2, 8), "float32")] * count)
+
+    for first in (2, 6):
+        pipe = pipeline(num_microbatches=first, **options)
+        pipe.abstract_state(params(), given(first))
+        for count in (1, 3, 8):
+            again = pipe.engine.at(given(count)).options.schedule
+            assert (again.stage_to_rank, again.num_microbatches) == (pipe.schedule.stage_to_rank, count)
+
+
+@pytest.mark.long
+def test_microbatches_of_another_number_and_another_loss_train_the_state_on_fewer_devices_than_stages():
+    pipe = pipeline(num_microbatches=2, devices=jax.devices()[:2])
+    other = pipe.other(lambda params, batch: loss_fn(params, jnp.sin(batch)), num_microbatches=1)
+    state, rows = pipe.init(params(), BATCH[:2]), [BATCH[k : k + 1] for k in range(8)]
+    state = other.init(state, BATCH[:1])
+    for each, batch, wanted in ((other, BATCH[:1], jnp.sin(BATCH[:1])), (pipe, jaxpp.Microbatches(rows), BATCH)):
+        before = jax.device_get(state.params)
+        state, metrics = each.step(state, batch)
+        np.testing.assert_allclose(metrics.loss, loss_fn(before, wanted), rtol=1e-5)
+
+
+@pytest.mark.long
+def test_a_schedule_whose_stages_lie_elsewhere_than_those_of_the_first_loss_is_refused():
+    pipe = pipeline("looped-bfs", devices=jax.devices()[:2])
+    state = pipe.init(params(), BATCH)
+    with pytest.raises(CutError) as error:  # whose message was lost in an error of zip
+        pipe.other(loss_fn, schedule="zb-v").init(state, BATCH)
+    assert "state.params[4]: cpu:1 instead of cpu:0" in str(error.value)
+    assert "Fix: pass a schedule that has the stages on the ranks on which the first has them" in str(error.value)
 
 
 @pytest.mark.filterwarnings("ignore::jaxpp.UnevenStagesWarning", "ignore::jaxpp.MicrobatchWarning")

@@ -1,12 +1,15 @@
 """Tables fit: as text they fold to the terminal and lose no cell, as HTML they scroll and names stay plain text."""
 
 import html
+import io
 import re
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpp.schedule import make, simulate
 from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
 
 CELLS = st.text("abc<>&", min_size=1, max_size=9)
@@ -54,3 +57,17 @@ def test_html_has_every_cell_as_plain_text_in_a_box_that_scrolls(left, rows):
 def test_remarks_are_plain_text():
     assert html_remarks(["a < b", "c & d"]) == "<p>a &lt; b<br>c &amp; d</p>"
     assert html_remarks([]) == ""
+
+
+def test_under_an_ascii_locale_tables_and_timelines_can_be_printed(monkeypatch):
+    timeline = simulate(make("1f1b", 2, 4))
+    assert "·" in timeline.overview()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    for text in (
+        timeline.overview(),
+        str(timeline),
+        *table_lines([["größe", "3 µs ±2%"]]),
+        *fold_lines(["größe, ± the middle half"]),
+    ):
+        text.encode("ascii")
+    assert table_lines([["größe", "3 µs ±2%"]]) == ["gr\\xf6\\xdfe  3 us +-2%"]

@@ -355,3 +355,10 @@ def test_stop_tokens_that_are_none_are_refused(stop):
     with pytest.raises(ArgumentError) as caught:
         Places([[1]], 2, num_groups=1, stop=stop)
     assert "stop is a token number that ends a sequence, or several" in str(caught.value)
+
+
+@pytest.mark.parametrize("stop", [12, [3, 12], [[3, 4], [5, 40]]])
+def test_stop_tokens_that_the_model_does_not_make_are_refused(stop):
+    with pytest.raises(ArgumentError, match=r"a token that ends a sequence is one that the model makes(.|\n)*of 12 tokens"):
+        Places([[1]], 2, num_groups=1, stop=stop, vocab=12)
+    Places([[1]], 2, num_groups=1, stop=[11, [3, 0]], vocab=12)

@@ -280,3 +280,23 @@ def test_a_penalty_makes_what_there_was_less_likely_and_never_takes_tokens_out()
 def test_penalties_and_tokens_that_are_none_are_refused(wrong):
     with pytest.raises(ArgumentError, match=f"Got: {next(iter(wrong))}="):
         jaxpp.Sampling(**wrong)
+
+
+def test_a_forbidden_token_is_never_drawn_whatever_else_is_impossible():
+    logits, key = jnp.array([-jnp.inf, 2.0, 1.0]), jax.random.key(0)
+    for rule in (Sampling, lambda **options: Sampling(temperature=0, **options), lambda **options: Sampling(top_k=2, **options)):
+        with pytest.raises(ArgumentError, match=r"one token at least may be drawn(.|\n)*Got: never has all 3 tokens"):
+            rule(never=[0, 1, 2])(logits, key)
+        assert int(rule(never=[1, 2])(logits, key)) == -1  # not the token 0, whose logit is -inf
+        assert int(rule(never=[0, 1])(logits, key)) == 2
+        assert math.isnan(draw(rule(never=[1, 2]), logits, key)[1])  # by which a generation refuses it
+    for never in ((token for token in (1, 2)), {1, 2}, np.array([1, 2])):
+        assert sorted(Sampling(never=never).never) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": 1e39}, {"repetition_penalty": 1e39}, {"repetition_penalty": 1e-46}, {"never": jnp.array(3)}]
+)
+def test_numbers_that_are_infinite_or_zero_in_float32_are_refused(wrong):
+    with pytest.raises(ArgumentError, match=f"Got: {next(iter(wrong))}="):
+        Sampling(**wrong)

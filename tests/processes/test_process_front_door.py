@@ -175,6 +175,9 @@ def tasks(found: Found, devices: Sequence[jax.Device], folder: Path) -> None:
         found.add(name, (bank.params(name), bank.opt_state(name)))
     bank.restore(folder / "sets", manifests[0])
     found.add("restored", bank.params("cat"))
+    if SEVERAL:  # with a step that all have made before, but not of one task
+        with pytest.raises(ProcessError, match=r"process 1 is in pipe.step .* for task 'horse' as agreed in exchange"):
+            pipe.step(state, batch(4), task=("cat", "horse")[jax.process_index()])
     _, metrics = pipe.step(state, batch(4), task="cat")
     found["loss after restore"] = np.asarray(metrics.loss)
     assert len(bank.prune(folder / "sets", manifests)) == 0

@@ -481,6 +481,18 @@ def test_a_manifest_that_is_nested_too_deeply_is_refused(tmp_path):
     refused(bank_of("cat"), tmp_path, manifest, "a manifest says where the sets of a bank are")
 
 
+def test_a_manifest_that_gives_a_set_the_values_of_another_is_refused(tmp_path):
+    manifest = bank_of("cat", "dog").save(tmp_path)
+    (cat, folder, form), (dog, *_) = manifest["sets"]
+    one = manifest | {"sets": [[cat, folder, form], [dog, folder, form]]}
+    refused(bank_of("cat", "dog"), tmp_path, one, f"each set has a folder of its own.*'cat': {folder}.*'dog': {folder}")
+    damage = "a manifest says where the sets of a bank are"
+    refused(bank_of("cat"), tmp_path, manifest | {"sets": [[cat, *row[1:]] for row in manifest["sets"]]}, damage)  # one name twice
+    refused(bank_of("cat"), tmp_path, manifest | {"sets": [[cat, folder, False]]}, damage)  # which Python takes for 0
+    refused(bank_of("cat", "dog"), tmp_path, {name: manifest[name] for name in ("sets", "forms")}, damage)
+    refused(bank_of("cat", "dog"), tmp_path, manifest | {"jaxpp_bank": True}, "version True; this jaxpp reads version 1")
+
+
 def test_a_manifest_of_a_later_version_is_refused(tmp_path):
     manifest = bank_of("cat").save(tmp_path) | {"jaxpp_bank": 2}
     refused(bank_of("cat"), tmp_path, manifest, "version 2; this jaxpp reads version 1")
@@ -642,12 +654,16 @@ def test_prune_deletes_what_no_manifest_names_and_nothing_else(tmp_path):
     for other in others:
         (tmp_path / other).mkdir()
     (tmp_path / "set-owl-0123456789abcdef.orbax-checkpoint-tmp").mkdir()
+    links = ["set-a-0123456789abcdef", "set-b-0123456789abcdef", "set-c-0123456789abcdef"]  # no folders: nothing that a save made
+    (tmp_path / links[0]).symlink_to(tmp_path / "notes")
+    (tmp_path / links[1]).symlink_to(tmp_path / "gone")
+    (tmp_path / links[2]).touch()
     named = [{folder_of(manifest, name) for name in ("cat", "dog")} for manifest in manifests]
     fresh = jaxpp.Bank({}, ADAM)
     gone = fresh.prune(tmp_path, manifests[1:3])
     expected = {*(named[0] | named[3]) - named[1] - named[2], "set-owl-0123456789abcdef.orbax-checkpoint-tmp"}
     assert set(gone) == expected and len(gone) == 3
-    assert folders(tmp_path) == named[1] | named[2] | set(others)
+    assert {path.name for path in tmp_path.iterdir()} == named[1] | named[2] | {*others, *links}
     fresh.restore(tmp_path, manifests[1])
     assert fresh.prune(tmp_path, manifests[1:3]) == ()
     assert fresh.prune(tmp_path / "nowhere", []) == ()

@@ -1,9 +1,12 @@
 """The devices as a machine for the search: what they say of families and candidates, and what they remember."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
+import os
+import secrets
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +17,24 @@ import pytest
 import jaxpp
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError, JaxppError
-from jaxpp.observe.evaluate import step_seconds
+from jaxpp.observe.evaluate import StepCosts, step_seconds
 from jaxpp.runtime.compile import Programs
 from jaxpp.schedule import make
 from jaxpp.schedule.action import Kind
-from jaxpp.tuner.machine import Devices, _Pace, _Steps, fitted, one_at_a_time, plain_schedule
+from jaxpp.tuner.machine import (
+    _KIND,
+    Devices,
+    _are_costs,
+    _are_numbers,
+    _are_seconds,
+    _is_reference,
+    _Pace,
+    _Results,
+    _Steps,
+    fitted,
+    one_at_a_time,
+    plain_schedule,
+)
 from jaxpp.tuner.search import Candidate, Family
 from tests.models import gpt_case, mlp_case
 
@@ -167,6 +183,62 @@ def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(tmp_path, text):
     assert json.loads(file.read_text())["kind"] == "jaxpp tune 5"
     assert list(tmp_path.iterdir()) == [file]
     assert devices(tmp_path).remark == ""
+
+
+COSTS = StepCosts(dict.fromkeys((Kind.F, Kind.B), (1.0, 1.0)), {}, (0.5,), (0.0, 0.0), before=0.1, after=(0.1, 0.1))
+FILED = {
+    "costs": json.loads(json.dumps(dataclasses.asdict(COSTS))),
+    "peaks": [100, 200],
+    "steps": [[0.1, 0.2], [0.3]],
+    "reference": [[2, 2, "least", "flops", False, 1, [3]], 0.5],
+}
+RIGHT = {
+    "costs": functools.partial(_are_costs, num_stages=2),
+    "peaks": functools.partial(_are_numbers, counts=(2,)),
+    "steps": lambda found: isinstance(found, list) and len(found) == 2 and all(map(_are_seconds, found)),
+    "reference": _is_reference,
+}
+
+
+def numbers_in(part, way=()):
+    """The way to each number that means an amount, a time or a count."""
+    if isinstance(part, (int, float)) and not isinstance(part, bool):
+        yield way
+    for key in part if isinstance(part, dict) else range(len(part)) if isinstance(part, list) else ():
+        yield from numbers_in(part[key], (*way, key))
+
+
+@pytest.mark.parametrize("kind", FILED)
+def test_numbers_that_are_no_results_are_measured_anew(kind, tmp_path):
+    file = tmp_path / "results.json"
+    for bad in ("NaN", "null", "-1", "-Infinity", '"x"', "[]", "{}", "true"):
+        for *way, last in numbers_in(FILED[kind]):
+            wrong = json.loads(json.dumps(FILED[kind]))
+            functools.reduce(lambda part, key: part[key], way, wrong)[last] = json.loads(bad)
+            file.write_text(json.dumps({"kind": _KIND, "found": {kind: {"name": wrong}}}))
+            results = _Results(tmp_path, file.name, several=False)
+            assert results.known(kind, "name", lambda: FILED[kind], RIGHT[kind]) is FILED[kind], (bad, way, last)
+            assert "cannot be a result" in results.remark
+    again = _Results(tmp_path, file.name, several=False)
+    assert again.known(kind, "name", lambda: 1 / 0, RIGHT[kind]) == FILED[kind]
+    assert again.remark == ""
+
+
+def test_times_of_no_seconds_are_no_results():
+    assert not _are_seconds([0.1, 0]) and not _is_reference([FILED["reference"][0], 0])
+    assert not RIGHT["costs"](FILED["costs"] | {"actions": {"F": [0, 0], "B": [0, 0]}})
+    assert not RIGHT["costs"](FILED["costs"] | {"capacity": 0})
+
+
+def test_results_are_written_to_files_of_their_own_and_pipes_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(secrets, "token_hex", lambda number: "known")
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "a.known").symlink_to(tmp_path / "precious")
+    os.mkfifo(tmp_path / "a.json")
+    results = _Results(tmp_path, "a.json", several=False)
+    results.put("peaks", "name", [1])
+    assert "results are not kept: [Errno 17] File exists" in results.remark
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 @pytest.mark.long

@@ -2,15 +2,15 @@
 
 A process whose code, settings or shapes differ sends what nobody waits for. So all processes compare what decides a plan before it
 is compiled: each puts a digest of named texts (where they differ, the texts) into the store that ``jax.distributed`` keeps, or
-sends them. Later calls are only counted. While the main thread waits for a device, another looks into the store once a second: it
-says that the process lives and how many calls it has made, prints which others have failed or ended too early, and tells those that
-wait in vain. The next call then raises. As JAX waits at the end of a script for all, also after an exception, each process leaves a
-note there; after an exception, and if others have gone on without it, it ends within five seconds.
+sends them. At every later call they meet there too, and compare on what they agreed then: JAX finds transfers by their number
+alone, so two calls in another order would each take the other's values. While the main thread waits for a device, another looks
+into the store once a second: it says that the process lives, and prints which others have failed. The next call then raises. As JAX
+waits at the end of a script for all, also after an exception, each process leaves a note there; after an exception it ends within
+five seconds.
 """
 
 import atexit
 import base64
-import collections
 import contextlib
 import faulthandler
 import functools
@@ -25,7 +25,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -41,30 +41,24 @@ _LOOKS = 1.0  # seconds between two looks of the thread into the store
 _LIVES = 3.0  # seconds in which a process that lives says so again
 _GRACE = 5  # seconds that a process which has failed waits for the others
 _PATIENCE = 5.0  # seconds after which a process says for whom it waits; each further time it has waited twice as long
-_LIMIT = 1800.0  # seconds after which it waits no longer
-_REMEMBERED = 10  # calls that are shown if processes did not do the same calls
+_PATIENCE_AGAIN = 60.0  # the same in a call that all have made before: one of them may write a checkpoint between two steps
+_LIMIT = 1800.0  # seconds after which it waits no longer in a new call
 _LARGEST = 1 << 16  # letters of a text that goes through the store; a longer one is sent
+_FOLDER = 100  # exchanges whose texts the store forgets at once, when all have been read
 _COMPARED = 1 << 21  # letters of a text that are exchanged to be compared; what differs only behind them is not shown
 _FAILED = "raised"  # of a process: whose script has ended with an exception
 _ENDED = "has come to the end of its script"
+_NEW = "for the first time"
 _ROUNDS = 20  # how often ``align_clocks`` asks each process what time it is
 _RULE = "all processes do the same calls"
-_ALIVE, _LEFT = "jaxpp/alive", "jaxpp/left"  # folders: ``_Alive`` of each process, and ``_Left`` of those whose script has ended
+_ALIVE, _LEFT = "jaxpp/alive", "jaxpp/left"  # folders: how often each process has looked; ``_Left`` of those that have ended
 
-
-class _Alive(NamedTuple):
-    looks: int  # that its thread has taken
-    calls: int
+_T = TypeVar("_T")
 
 
 class _Left(NamedTuple):
-    calls: int
     failed: bool
     how: str
-
-
-def _alive(store: Store) -> dict[int, _Alive]:
-    return {process: _Alive(*json.loads(text)) for process, text in store.folder(_ALIVE).items() if process != store.process}
 
 
 def _left(store: Store) -> dict[int, _Left]:
@@ -80,36 +74,39 @@ class _Channel:
     """The processes of a run, which make the same exchanges and calls in the same order."""
 
     def __init__(self, store: Store | None, processes: Sequence[int]):
-        self.store, self.processes, self.num_exchanges, self.num_calls = store, processes, 0, 0
-        self.last, self.digest = collections.deque[str](maxlen=_REMEMBERED), 0  # of the calls on which this process has agreed
+        self.store, self.processes, self.num_exchanges = store, processes, 0
         self.broken_off = ""  # which call has sent and received only a part of what the others do, or nothing
         self._left: Mapping[int, _Left] = {}  # the others whose script has ended, at the last look of the thread
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._look, name="jaxpp channel", daemon=True)
 
     def check(self, where: str) -> None:
-        """Refuse another call if a process cannot take part; one that was ahead may have made it before its script ended."""
-        if gone := {process: left for process, left in self._left.items() if left.failed or left.calls <= self.num_calls}:
-            _check_all_well(where, where, {}, jax.process_index(), gone)
+        """Refuse another call if a process has failed, or if this one has broken a call off."""
+        if gone := {process: left for process, left in self._left.items() if left.failed}:
+            _check_all_well(where, {}, gone)
         if self.broken_off:
             rule = "a process that was interrupted while it sent and received does not know any more what belongs together"
             fix = "start the script again in all processes, from the last checkpoint"
             raise ProcessError(where, rule, self.broken_off, fix)
 
-    def exchange(self, text: str, where: str, what: str = "", *, compares: bool = False) -> tuple[str, ...]:
-        """The text of each process; ``where`` is the call for an error, ``what`` with its batch, ``compares`` for an agreement."""
+    def exchange(self, text: str, where: str, what: str = "", meets: str = "") -> tuple[str, ...]:
+        """The text of each process; ``where`` is the call for an error, ``what`` with its batch; ``meets`` is the same in all."""
         self.num_exchanges += 1
         if len(self.processes) == 1:
             return (text,)
+        said = {"text": text, "what": what or where, "meets": meets}
         if self.store is None:
-            return _texts_by_sends(text)
+            told = dict(enumerate(map(json.loads, _texts_by_sends(json.dumps(said)))))
+            _check_all_well(where, told, {})
+            return tuple(told[process]["text"] for process in self.processes)
         if self._thread.ident is None:
             self._thread.start()
         packed = base64.b64encode(zlib.compress(text.encode())).decode()
-        small = len(packed) <= _LARGEST  # the store answers with the texts of all processes at once
-        self.say(self.num_exchanges, text=packed * small, calls=self.num_calls, what=what or where, compares=compares)
-        told = self._wait_for_all(where, what or where)
-        self.store.drop(f"{_folder(self.num_exchanges - 1)}/{self.store.process}")  # all have read it, for they came to the next
+        said["text"] = packed if len(packed) <= _LARGEST else ""  # the store answers with the texts of all processes at once
+        self.say(self.num_exchanges, **said)
+        told = self._wait_for_all(where, said, again=meets not in ("", _NEW))
+        if self.num_exchanges % _FOLDER == 0 and self.store.process == 0:  # all have begun this one, so they have read those before
+            self.store.drop(os.path.dirname(_folder(self.num_exchanges - 1)))
         if not all(told[process]["text"] for process in self.processes):
             return _texts_by_sends(text)
         return tuple(zlib.decompress(base64.b64decode(told[process]["text"])).decode() for process in self.processes)
@@ -118,53 +115,40 @@ class _Channel:
         if self.store is not None:
             self.store.put(f"{_folder(number)}/{self.store.process}", json.dumps(said))
 
-    def _wait_for_all(self, where: str, what: str) -> Mapping[int, Mapping[str, Any]]:
+    def _wait_for_all(self, where: str, mine: Mapping[str, Any], *, again: bool) -> Mapping[int, Mapping[str, Any]]:
         assert self.store, "who waits has a store"
-        folder, me = _folder(self.num_exchanges), self.store.process
-        begun, patience = time.monotonic(), _PATIENCE
-        while True:
-            left = _left(self.store)  # first, for a process may take part in its last exchange and end
-            said = {process: json.loads(text) for process, text in self.store.folder(folder).items()}
-            _check_all_well(where, what, said, me, left)
-            away = [process for process in self.processes if process not in said]
-            if not away:
-                return said
-            waited = time.monotonic() - begun
-            if waited > patience:
-                it = f"jaxpp: process {me} has waited in {what} for {waited:.0f} seconds"
+        folder, me, told = _folder(self.num_exchanges), self.store.process, {self.store.process: mine}
+        begun, patience = time.monotonic(), _PATIENCE_AGAIN if again else _PATIENCE
+        while away := [process for process in self.processes if process not in told]:
+            left = self._left  # first, for a process may take part in its last exchange and end
+            if text := self.store.wait(f"{folder}/{away[0]}", 0.5):
+                told[away[0]] = json.loads(text)
+            if len(away) > 1:
+                told |= {process: json.loads(text) for process, text in self.store.folder(folder).items()}
+            _check_all_well(where, told, left)
+            waited, away = time.monotonic() - begun, [process for process in away if process not in told]
+            if away and waited > patience:
+                it = f"jaxpp: process {me} has waited in {mine['what']} for {waited:.0f} seconds"
                 print(f"{it}, because {listed(away)} did not come to it yet", file=sys.stderr, flush=True)
                 patience *= 2
-            if waited > _LIMIT:
+            if away and waited > _LIMIT and not again:
                 got = f"{listed(away)} did not come within {_LIMIT / 60:.0f} minutes"
                 raise ProcessError(where, _RULE, got, "look into the log of that process: it is stuck, or makes other calls")
-            self.store.wait(f"{folder}/{away[0]}", 0.5)
+        return told
 
     def _look(self) -> None:
         store, looks, reported = self.store, 0, set[int]()
         with contextlib.suppress(Exception):  # the store ends with process 0, and with ``jax.distributed.shutdown``
             while store is not None and not self._ends.wait(_LOOKS if looks else 0):
                 looks += 1
-                store.put(f"{_ALIVE}/{store.process}", json.dumps(_Alive(looks, self.num_calls)))
+                store.put(f"{_ALIVE}/{store.process}", str(looks))
                 self._left = _left(store)
                 for process, left in sorted(self._left.items()):
-                    if process not in reported and (left.failed or left.calls < self.num_calls):
+                    if left.failed and process not in reported:
                         reported.add(process)
-                        why = "" if left.failed else f" before the others: process {store.process} has gone on with {self.last[-1]}"
-                        here = f"{'it' if why else f'process {store.process}'} cannot go on without it"
+                        here = f"process {store.process} cannot go on without it"
                         ends = "and ends too: by an error, or by JAX when no heartbeats come"
-                        print(f"jaxpp: process {process} {left.how}{why}; {here}, {ends}", file=sys.stderr, flush=True)
-                self._tell_who_waits_in_vain(store)
-
-    def _tell_who_waits_in_vain(self, store: Store) -> None:
-        calls, number = self.num_calls, self.num_exchanges + 1  # in this order: the main thread counts on
-        waiting = store.folder(_folder(number))
-        for process, text in waiting.items():
-            said = json.loads(text)
-            if "calls" in said and said["calls"] < calls and store.process not in waiting:
-                self.say(number, passed=self.last[-1])
-                here = f"while process {store.process} has gone on with {self.last[-1]}"
-                print(f"jaxpp: process {process} waits in {said['what']}, {here}; it gives up", file=sys.stderr, flush=True)
-                return
+                        print(f"jaxpp: process {process} {left.how}; {here}, {ends}", file=sys.stderr, flush=True)
 
     def stop(self) -> None:
         """End the thread: it must not be in C++ code when Python ends."""
@@ -172,46 +156,27 @@ class _Channel:
         if self._thread.is_alive():
             self._thread.join(timeout=2)
 
-    def wait_for_calls(self, store: Store) -> list[int]:
-        """At the end of the script, the processes that have made more calls: they wait for this one, in vain.
 
-        Each of the others has ended too, or its thread has looked twice: the first time it may have been in a call already, and the
-        next call hears that this process has ended.
-        """
-        limit, first = time.monotonic() + _LIMIT, dict[int, _Alive]()
-        while time.monotonic() < limit:
-            left, alive = _left(store), _alive(store)
-            if ahead := {process for process, said in [*alive.items(), *left.items()] if said.calls > self.num_calls}:
-                return sorted(ahead)
-            first = alive | first
-            looked = {process for process, said in alive.items() if said.looks > first[process].looks + 1}
-            if len(looked.union(left)) == len(self.processes) - 1:
-                break
-            time.sleep(0.05)
-        return []
-
-
-def _check_all_well(where: str, what: str, said: Mapping[int, Mapping[str, Any]], me: int, left: Mapping[int, _Left]) -> None:
+def _check_all_well(where: str, said: Mapping[int, Mapping[str, Any]], left: Mapping[int, _Left]) -> None:
     errors = {process: str(entry["failed"]) for process, entry in said.items() if "failed" in entry}
     first = {process: error for process, error in errors.items() if not error.startswith(ProcessError.__name__)}
     gone = {process: one.how for process, one in left.items() if process not in said}
-    passed = {process: f"went on with {entry['passed']}" for process, entry in said.items() if "passed" in entry}
-    if len({entry["compares"] for entry in said.values() if "compares" in entry}) > 1:
-        passed |= {process: f"is in {entry['what']}" for process, entry in said.items() if "compares" in entry and process != me}
-    if not errors and not gone and not passed:
+    meeting = {process: entry for process, entry in said.items() if "meets" in entry}
+    apart = len({entry["meets"] for entry in meeting.values()}) > 1
+    if not errors and not gone and not apart:
         return
     fix = "give every process the same batches, as many and of the same shapes, and let all make the same calls"
     if errors or any(left[process].failed for process in gone):
         fix = "mend that error, whose traceback is in the log of its process"
     got = [f"process {process} {_FAILED} {error}" for process, error in (first or errors).items()]
-    got += [f"process {process} {how}" for process, how in (gone | passed).items()]
-    if passed:
-        got.append(f"process {me} is in {what}")
+    got += [f"process {process} {how}" for process, how in gone.items()]
+    if apart:
+        got += [f"process {process} is in {entry['what']} {entry['meets']}".rstrip() for process, entry in sorted(meeting.items())]
     raise ProcessError(where, _RULE, got, fix)
 
 
 def _folder(number: int) -> str:
-    return f"jaxpp/exchanges/{number}"
+    return f"jaxpp/exchanges/{number // _FOLDER}/{number}"
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -238,17 +203,13 @@ def _leave() -> None:
 
 
 def _say_how(store: Store, channel: _Channel | None, error: BaseException | None) -> bool:
-    """Leave the note, and return whether the script has ended as it should not: by an exception, or while others go on."""
+    """Leave the note, and return whether the script has ended as it should not: by an exception, or in the middle of a call."""
     broken_off = channel.broken_off if channel is not None and error is None else ""
     how = f"{_FAILED} {_in_one_line(error)}" if error is not None else f"{_ENDED} after {broken_off}" if broken_off else _ENDED
-    failed, why = how != _ENDED, "failed" if error is not None else how
-    store.put(f"{_LEFT}/{store.process}", json.dumps(_Left(channel.num_calls if channel else 0, failed, how)))
-    if channel is not None and channel.store is not None and not failed:
-        channel.stop()
-        if ahead := channel.wait_for_calls(channel.store):
-            failed, why = True, f"{how} before {listed(ahead)}, which {'has' if len(ahead) == 1 else 'have'} gone on"
+    failed = how != _ENDED
+    store.put(f"{_LEFT}/{store.process}", json.dumps(_Left(failed, how)))
     if failed:
-        _say_who_is_lost(store, why)
+        _say_who_is_lost(store, "failed" if error is not None else how)
     return failed
 
 
@@ -278,12 +239,11 @@ class Agreement:
         if self._over or self._channel is None:
             return
         channel = self._channel
-        earlier = "\n".join([*channel.last, f"and {channel.num_calls} calls in all, with the digest {channel.digest}"])
-        texts = {"earlier calls": earlier, "call": self._where, **parts()}
+        texts = {"call": self._where, **parts()}
         if leaves := texts.get("batch", "").splitlines():
             self._what = f"{self._where} with a batch of {', '.join([*leaves[:4], *['...'] * (len(leaves) > 4)])}"
         self._number = channel.num_exchanges + 1
-        tell = functools.partial(channel.exchange, where=self._where, what=self._what, compares=True)
+        tell = functools.partial(channel.exchange, where=self._where, what=self._what, meets=_NEW)
         digests = {part: hashlib.sha256(text.encode()).hexdigest() for part, text in texts.items()}
         told = [json.loads(text) for text in tell(json.dumps(digests))]
         self._over = True
@@ -292,22 +252,33 @@ class Agreement:
             mine = {part: texts.get(part, "")[:_COMPARED] for part in differ}
             theirs = [json.loads(text) for text in tell(json.dumps(mine))]
             raise difference(self._where, {part: {k: text[part] for k, text in enumerate(theirs)} for part in differ})
-        self.again()
 
-    def again(self) -> None:
-        """Count another call on which all have agreed."""
+    def again(self, prepare: Callable[[], _T], about: str = "") -> _T:
+        """What ``prepare`` returns, when all have prepared another call on which they have agreed; if one raises first, all do.
+
+        ``about`` is what else must be the same in all processes, at every call anew.
+        """
         channel = self._channel
-        if channel is not None:
-            channel.check(self._where)
-            channel.num_calls += 1
-            channel.digest = (1_000_003 * channel.digest + self._number) % (1 << 61)
-            channel.last.append(self._what)
+        if channel is None:
+            return prepare()
+        channel.check(self._where)
+        try:
+            prepared = prepare()
+        except BaseException as error:
+            channel.num_exchanges += 1
+            channel.say(channel.num_exchanges, failed=_in_one_line(error))
+            raise
+        with transfers(self._where):  # who is interrupted while it waits does not know whether the others go on
+            channel.exchange("", self._where, self._what, f"{about}as agreed in exchange {self._number}")
+        return prepared
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others that this process raised before it had agreed."""
         if self._over or self._channel is None:
             return
         self._over = True
+        if self._number and isinstance(error, ProcessError):  # the others find the same in what this process has said
+            return
         if not self._number:  # it has not begun: this is what it has to say in the exchange that it owes the others
             self._channel.num_exchanges += 1
             self._number = self._channel.num_exchanges
@@ -336,6 +307,8 @@ def transfers(where: str) -> Iterator[None]:
     """A block of sends and receives; JAX finds these by number, so after one that broke off no call with others is made."""
     try:
         yield
+    except ProcessError:  # which all raise, before the first of them sends
+        raise
     except BaseException as error:
         _channel().broken_off = f"{where} was broken off by {_in_one_line(error)}"
         raise

@@ -42,7 +42,6 @@ _BEFORE, _WIDTH = 40, 120  # letters of a line that are shown before the first d
 _RULE = "all processes run the same pipeline, made by the same code"
 _CALLS = "give every process the same batches, and call the same methods in the same order, also where one of them prints or saves"
 _REMEDIES = {
-    "earlier calls": _CALLS,
     "call": _CALLS,
     "versions": "install the same versions on every host",
     "flags": "set the same options of JAX, and the same XLA_FLAGS, in every process",

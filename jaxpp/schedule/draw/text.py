@@ -13,7 +13,7 @@ from jaxpp.schedule.clock import Bar
 from jaxpp.schedule.draw.canvas import CSS_DPI, Figure, has_matplotlib
 from jaxpp.schedule.draw.pebbles import pebble_gif, pebbles
 from jaxpp.schedule.draw.timeline import Copied, Timeline, timeline
-from jaxpp.tables import fold_lines, terminal_columns
+from jaxpp.tables import fold_lines, printable, terminal_columns
 
 _GROUPS = string.digits + string.ascii_lowercase
 _MOST_LINES = 64
@@ -77,7 +77,7 @@ class Drawn:
         columns = max(1, width - 6)
         whole = makespan == int(makespan) and makespan <= columns
         columns = int(makespan) if whole else columns
-        lines = [["·"] * columns for _ in range(num_ranks)]
+        lines = [[printable("·")] * columns for _ in range(num_ranks)]
         for rank, action, start, end in bars:
             first, last = (int(time * columns / (makespan or 1) + 0.5) for time in (start, end))
             mark = _GROUPS[action.microbatch % num_groups % len(_GROUPS)] if num_groups else str(action.kind)
