@@ -17,7 +17,7 @@ from jax.stages import Compiled
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Purpose
-from jaxpp.observe.evaluate import Parts, StepCosts, costs_of_plan, parts, step_seconds
+from jaxpp.observe.evaluate import Parts, costs_of_plan, parts, step_seconds
 from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.observe.profile.spans import isolated_spans
 from jaxpp.plan.builder import CALLER, MemoryCopy, Name
@@ -28,9 +28,10 @@ from jaxpp.runtime.place import Place
 from jaxpp.runtime.roofline import copy_seconds, peaks_of, program_roofline, send_seconds
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.draw.canvas import Figure
 from jaxpp.schedule.flow import flow
-from jaxpp.schedule.simulate import Simulation, simulate
+from jaxpp.schedule.simulate import Simulation
 from jaxpp.targets import Target, target_of
 from jaxpp.types import Batch, Key
 
@@ -188,26 +189,9 @@ class StepBound:
         return self._simulated(1.0)
 
     def _simulated(self, scale: float) -> Simulation:
-        costs, none = self.costs, (0.0,) * self.schedule.num_stages
-        forward = costs.actions[Kind.F]
-        if Kind.I in costs.actions or Kind.W in costs.actions:
-            input_grad, weight_grad = (costs.actions.get(kind, none) for kind in (Kind.I, Kind.W))
-        else:
-            input_grad, weight_grad = costs.actions.get(Kind.B, none), none
-        times = (forward, input_grad, weight_grad, costs.transfer, costs.offload)
-        forward, input_grad, weight_grad, transfer, copy = (tuple(scale * seconds for seconds in own) for own in times)
-        moves = any(each is not None for each in self.offload)
-        return simulate(
-            self.schedule,
-            forward=forward,
-            input_grad=input_grad,
-            weight_grad=weight_grad,
-            transfer=transfer,
-            offload=self.offload if moves else None,
-            copy=copy if moves else 0,
-            visit=tuple(scale * each for each in costs.visit) or 0,
-            visit_state=tuple(scale * each for each in costs.visit_state) or 0,
-        )
+        copies = {name: tuple(scale * each for each in getattr(self.costs, name)) for name in ("offload", "visit", "visit_state")}
+        costs = dataclasses.replace(self.costs.slowed(scale), **copies, dispatch={}, offload_dispatch=(), before=0)
+        return Simulation(self.schedule, costs, self.offload)
 
     def figure(self, width: float | None = None) -> Figure:
         """The step on the virtual clock with these times, in milliseconds, as a timeline; ``width`` in inches. Needs matplotlib."""

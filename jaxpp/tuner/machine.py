@@ -33,7 +33,7 @@ from jaxpp.engine.layout import Layout
 from jaxpp.engine.tracing import Tracing
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.bound import bound_of
-from jaxpp.observe.evaluate import StepCosts, costs_of_plan, step_seconds
+from jaxpp.observe.evaluate import costs_of_plan, step_seconds
 from jaxpp.observe.memory.forecast import room_of
 from jaxpp.observe.memory.liveness import Needs, liveness_of_all, program_needs, step_liveness
 from jaxpp.observe.profile.record import Company, Seen, SeenStep, Stamps
@@ -47,6 +47,7 @@ from jaxpp.runtime.processes.channel import align_clocks, rows_of_all, texts_of_
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss

@@ -18,9 +18,9 @@ from experiments.gpu.rows import Job
 from experiments.gpu.sizes import LARGE, SMALL
 from experiments.options import ConfigError
 from jaxpp.observe.bound import HostWork, StepBound
-from jaxpp.observe.evaluate import StepCosts
 from jaxpp.schedule import make
 from jaxpp.schedule.action import Kind
+from jaxpp.schedule.costs import StepCosts
 
 H100 = next(each for each in jaxpp.targets.TARGETS if each.name == "h100")
 WHATS = [

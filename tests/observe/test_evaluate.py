@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from jaxpp.observe.evaluate import Evaluator, StepCosts, alone, parts, step_seconds
+from jaxpp.observe.evaluate import Evaluator, alone, parts, step_seconds
 from jaxpp.schedule import Kind, make
+from jaxpp.schedule.costs import StepCosts
 
 COSTS = StepCosts(
     actions={Kind.F: (1.0, 1.0), Kind.B: (2.0, 2.0)},
