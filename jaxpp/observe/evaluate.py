@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Number, makespan, replay
+from jaxpp.schedule.clock import Timing, makespan, replay
 from jaxpp.schedule.costs import StepCosts
 
 _Candidate = TypeVar("_Candidate", bound=Hashable)
@@ -75,13 +75,14 @@ def step_seconds(schedule: Schedule, costs: StepCosts, offload: Sequence[int | N
     """Seconds of a step; ``offload`` is ``except_last`` of each stage, ``processes`` hand over the actions of each rank."""
     timing = costs.timing(schedule, offload, processes)
     handed = max((timing.dispatched or {}).values(), default=0.0)
-    work = [0.0] * schedule.num_ranks
+    last = [(Action(0, Kind.F, rank),) for rank in range(schedule.num_ranks)]  # what each rank does once it has all
+    work, begins = (dict.fromkeys((action for (action,) in last), 0.0) for _ in range(2))
     for rank, own in zip(schedule.stage_to_rank, costs.after, strict=False):
-        work[rank] += own
+        work[last[rank][0]] += own
     times = replay(schedule.rows, schedule.stage_to_rank, timing)
-    complete = [times.complete.get(rank, 0.0) for rank in range(schedule.num_ranks)]
-    begins = [max(*ends[-1:], handed + costs.after_dispatch, own) for ends, own in zip(times.ends, complete, strict=True)]
-    return _shared_end(begins, work, costs.capacity)
+    for rank, ends in enumerate(times.ends):
+        begins[last[rank][0]] = max(*ends[-1:], handed + costs.after_dispatch, times.complete.get(rank, 0.0))
+    return float(makespan(replay(last, (0,), Timing(work, dispatched=begins, capacity=costs.capacity))))
 
 
 def parts(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None] = (), processes: Sequence[int] = ()) -> Parts:
@@ -105,44 +106,25 @@ def alone(schedule: Schedule, costs: StepCosts) -> float:
     return costs.before + max(computed, handed) + max(sum(costs.after), costs.after_dispatch)
 
 
-def _shared_end(begins: Sequence[Number], work: Sequence[float], capacity: float) -> float:
-    """When all work is done that begins at these times, if at most ``capacity`` of it runs at full speed at once.
-
-    Example:
-        >>> _shared_end([0, 0, 2], [1.0, 1.0, 1.0], capacity=1)
-        3.0
-    """
-    if capacity >= len(work):
-        return float(max(begin + own for begin, own in zip(begins, work, strict=True)))
-    waiting = sorted((begin, own) for begin, own in zip(begins, work, strict=True))
-    now, left = float(waiting[0][0]), list[float]()
-    while waiting or left:
-        while waiting and waiting[0][0] <= now:
-            left.append(waiting.pop(0)[1])
-        speed = min(1.0, capacity / max(1, len(left)))
-        done = now + min(left) / speed if left else float(waiting[0][0])
-        until = min(done, float(waiting[0][0])) if waiting else done
-        left = [own - (until - now) * speed for own in left]
-        left, now = [own for own in left if own > 1e-12 * max(1.0, until)], until
-    return now
-
-
 def costs_of_plan(
     plan: Plan,
     num_stages: int,
     alone: Sequence[float],
     handing: Sequence[float],
-    before: Callable[[Sequence[Instruction], int], float],
+    begun: float = 0.0,
     usual: Callable[[Iterable[float]], float] = statistics.median,
 ) -> StepCosts:
-    """The costs of a step whose instructions take so long alone, and to hand over; without copies to the host.
+    """The costs of a step whose instructions take so long alone, and to hand over.
 
-    ``before`` says, of the instructions and the number of the first with an action, how long it takes until that one begins. Of
-    the microbatches, each kind of action takes what ``usual`` makes of their times.
+    ``begun`` is when the first of them begins to be handed over. Of the microbatches, each kind of action takes what ``usual``
+    makes of their times.
     """
     lines = plan.instructions
     acting = [number for number, line in enumerate(lines) if line.about.action is not None]
     first, last = acting[0], acting[-1]
+    handed_over = list(itertools.accumulate(handing, initial=0.0))
+    own = (k for k in range(first) if lines[k].about.stage == lines[first].about.stage and lines[k].about.program)
+    ready = [handed_over[k + 1] + alone[k] for k in own]
     taken: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
     handed: defaultdict[Action, float] = defaultdict(float)
     now = None
@@ -168,20 +150,22 @@ def costs_of_plan(
             kind: tuple(usual(pools.get((kind, stage), (0.0,))) for stage in range(num_stages)) for kind in Kind if kind in kinds
         }
 
-    after, ended = [0.0] * num_stages, [last] * num_stages  # updates of a state that visits follow the last action of their stage
+    after, copied = [0.0] * num_stages, [0.0] * num_stages
+    ended = [last] * num_stages  # updates of a state that visits follow the last action of their stage
     for number in acting:
         ended[lines[number].about.stage] = number
     for number, line in enumerate(lines):
         about = line.about
+        if about.copies is not None and about.action is not None:
+            copied[about.stage] = max(copied[about.stage], alone[number])
         if number > last or (about.program and about.action is None and number > ended[about.stage]):
             after[about.stage] += alone[number]
     return StepCosts(
         actions=table(taken),
         dispatch=table(dispatch),
         transfer=_transfers(lines, alone, num_stages),
-        offload=(0.0,) * num_stages,
-        offload_dispatch=(0.0,) * num_stages,
-        before=before(lines, first),
+        offload=tuple(copied),
+        before=begun + max([handed_over[first], *ready]),
         after=tuple(after),
         after_dispatch=sum(handing[last + 1 :]),
     )

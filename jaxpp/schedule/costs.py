@@ -81,11 +81,6 @@ class StepCosts:
         params, state = (tuple(size * each for size, each in zip(own, per_byte, strict=True)) for own in brought)
         return dataclasses.replace(self, visit=params, visit_state=state)
 
-    @property
-    def resident(self) -> "StepCosts":
-        """The same where no state waits in host memory."""
-        return dataclasses.replace(self, visit=(), visit_state=())
-
     def recomputed(self, stages: Sequence[float]) -> "StepCosts":
         """The same where each stage runs so much of its forward once more in each backward: in B, and in I if there is one."""
         actions = dict(self.actions)

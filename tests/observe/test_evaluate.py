@@ -99,7 +99,7 @@ def test_what_visits_bring_is_on_the_clock_and_is_waited_for_by_the_update():
     order = make("looped-bfs", num_ranks=1, num_microbatches=2, stages_per_rank=4)
     costs = StepCosts({Kind.F: (1.0,) * 4, Kind.B: (2.0,) * 4}, after=(0.5,) * 4)
     visits = costs.visited(([4] * 4, [8] * 4), (0.25,) * 4)
-    assert (visits.visit, visits.visit_state, visits.resident) == ((1.0,) * 4, (2.0,) * 4, costs)
+    assert (visits.visit, visits.visit_state) == ((1.0,) * 4, (2.0,) * 4)
     assert step_seconds(order, costs) == 26
     assert step_seconds(order, visits) == 27, "the first visit has none before it"
     slow = costs.visited(([4] * 4, [8] * 4), (25.0,) * 4)
