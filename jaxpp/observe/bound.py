@@ -1,9 +1,10 @@
 """The least time of a step on devices whose numbers are known (``jaxpp.targets``): what no run of these programs can beat.
 
 Each compiled program takes at least the sum of its kernels' rooflines, each send at least its bytes over the link, and the host
-hands over no instruction quicker than was measured for calls that do nothing else. These times on the virtual clock of the
-schedule give a step. Real kernels reach a part of the peaks, so this is a bound and never a prediction. It counts every array
-that a kernel reads or writes as memory traffic; what stays in a cache may be read sooner.
+hands over no instruction quicker than was measured for calls that do nothing else. A step is what these times give on the clock of
+the plan's lines (``line_times``): with its update, the copies of its state, and the steps in flow beside it. Real kernels reach a
+part of the peaks, so this is a bound and never a prediction. It counts every array that a kernel reads or writes as memory traffic;
+what stays in a cache may be read sooner.
 """
 
 import dataclasses
@@ -142,8 +143,8 @@ class StepBound:
         return self._simulated(1.0)
 
     def _simulated(self, scale: float) -> Simulation:
-        copies = {name: tuple(scale * each for each in getattr(self.costs, name)) for name in ("offload", "visit", "visit_state")}
-        costs = dataclasses.replace(self.costs.slowed(scale), **copies, dispatch={}, offload_dispatch=(), before=0)
+        costs = self.costs.scaled(scale, "actions", "transfer", "offload", "visit", "visit_state")
+        costs = dataclasses.replace(costs, dispatch={}, before=0)
         return Simulation(self.schedule, costs, self.offload)
 
     def figure(self, width: float | None = None) -> Figure:

@@ -1,9 +1,11 @@
 """The clock: when each action starts if every rank runs its row in order, and each action as soon as its inputs are there.
 
-``replay`` is one pass over the rows, for the unit clock of a ``Schedule``, the costs of a ``Simulation`` and the times of a
-profile: a rank runs until it needs something that another rank has not done yet, and goes on when that is done. Residuals that wait
-in host memory are copied there and back beside the computation (``offload.py``), on one link of each rank in each direction. Ranks
-may share cores, as forced CPU devices do: four of them on two cores compute side by side at half speed.
+``replay`` is one pass over the rows, for the unit clock of a ``Schedule``, the costs of a ``Simulation`` and of a search, and the
+times of a profile: a rank runs until it needs something that another rank has not done yet, and goes on when it is done. Residuals
+that wait in host memory are copied there and back beside the computation (``offload.py``), on one link of each rank in each
+direction. Ranks may share cores, as forced CPU devices do: four of them on two cores compute side by side at half speed.
+
+Actions are what a schedule knows. What was compiled has lines, and a clock of its own for them (``jaxpp.observe.profile.spans``).
 """
 
 import heapq
@@ -279,7 +281,8 @@ def _replay_shared(rows: Sequence[ActionRow], timing: Timing, wiring: _Wiring, l
     """The clock for ranks that share cores, from event to event: an action starts or ends.
 
     All ranks that compute have the same speed, so an action ends when *served*, the work that each has done since the start, has
-    grown by its duration; one heap of such marks says which action ends next.
+    grown by its duration; one heap of such marks says which action ends next. That takes three times as long as ``replay``, where
+    the end of an action is known when it starts.
     """
     starts, ends = ([list[Number]() for _ in rows] for _ in range(2))
     free: list[Number] = [0] * len(rows)

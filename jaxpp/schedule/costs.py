@@ -6,7 +6,7 @@ Whoever simulates a step, predicts or bounds it, or looks for a better order of 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpp.schedule.action import Action, Kind
@@ -90,21 +90,20 @@ class StepCosts:
                 actions[kind] = tuple(own + forward * again for own, forward, again in rows)
         return dataclasses.replace(self, actions=actions)
 
-    def stretched(self, times: float) -> "StepCosts":
+    def stretched(self, factor: float) -> "StepCosts":
         """The same with actions, and what follows them, that take so many times as long."""
-        return dataclasses.replace(self, actions=_each(times, self.actions), after=_times(times, self.after))
+        return self.scaled(factor, "actions", "after")
 
-    def slowed(self, times: float) -> "StepCosts":
+    def slowed(self, factor: float) -> "StepCosts":
         """The same with everything but copies to the host so many times as long."""
-        handed = {"before": times * self.before, "after_dispatch": times * self.after_dispatch}
-        return dataclasses.replace(
-            self.stretched(times), dispatch=_each(times, self.dispatch), transfer=_times(times, self.transfer), **handed
-        )
+        return self.stretched(factor).scaled(factor, "dispatch", "transfer", "before", "after_dispatch")
 
+    def scaled(self, factor: float, *names: str) -> "StepCosts":
+        """The same with these fields multiplied."""
 
-def _times(factor: float, values: Iterable[Number]) -> _Stages:
-    return tuple(factor * each for each in values)
+        def times(value: Number | _Stages | Mapping[Kind, _Stages]) -> Number | _Stages | dict[Kind, _Stages]:
+            if isinstance(value, Mapping):
+                return {kind: tuple(factor * each for each in own) for kind, own in value.items()}
+            return tuple(factor * each for each in value) if isinstance(value, tuple) else factor * value
 
-
-def _each(factor: float, table: Mapping[Kind, _Stages]) -> dict[Kind, _Stages]:
-    return {kind: _times(factor, stages) for kind, stages in table.items()}
+        return dataclasses.replace(self, **{name: times(getattr(self, name)) for name in names})
