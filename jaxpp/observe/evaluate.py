@@ -165,6 +165,7 @@ def costs_of_plan(
         dispatch=table(dispatch),
         transfer=_transfers(lines, alone, num_stages),
         offload=tuple(copied),
+        offload_dispatch=(0.0,) * num_stages,
         before=begun + max([handed_over[first], *ready]),
         after=tuple(after),
         after_dispatch=sum(handing[last + 1 :]),

@@ -64,7 +64,9 @@ class StepCosts:
                 order, {action: self.handing(action) for action in order}, dispatchers, moved, self.offload_dispatch
             )
             dispatched = {action: self.before + time for action, time in handed.items()}
-        visits = turns(schedule.rows, self.visit, self.visit_state) if any((*self.visit, *self.visit_state)) else {}
+        none = (0,) * len(owner)
+        visited = self.visit or none, self.visit_state or none
+        visits = turns(schedule.rows, *visited) if any(itertools.chain(*visited)) else {}
         return Timing(
             {action: self.of(action) for action in order},
             tuple(0 if here == there else hop for hop, (here, there) in hops),

@@ -102,6 +102,7 @@ def test_what_visits_bring_is_on_the_clock_and_is_waited_for_by_the_update():
     assert (visits.visit, visits.visit_state) == ((1.0,) * 4, (2.0,) * 4)
     assert step_seconds(order, costs) == 26
     assert step_seconds(order, visits) == 27, "the first visit has none before it"
+    assert step_seconds(order, dataclasses.replace(costs, visit=(1.0,) * 4)) == 27, "nothing of an optimizer"
     slow = costs.visited(([4] * 4, [8] * 4), (25.0,) * 4)
     assert step_seconds(order, slow) == 7 * 100 + 4 * 200 + 2
     found = parts(order, slow)
