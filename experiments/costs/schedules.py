@@ -16,8 +16,9 @@ import numpy as np
 from experiments.results import columns
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule import SCHEDULES, Kind, Schedule, Simulation, make, simulate, synthesise
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.synthesis.placements import placements
-from jaxpp.schedule.synthesis.work import StageCosts, StepWork
+from jaxpp.schedule.synthesis.work import StepWork
 
 __all__ = ["MEANINGS", "CostTable", "Found", "compare", "most_held", "named_that_fit", "random_table", "table", "unavoidable"]
 
@@ -145,7 +146,8 @@ def unavoidable(costs: CostTable, *, split: bool = True) -> float:
     The busiest rank has to wait for its first microbatch, and the others for that rank; and memory has room for so many
     microbatches at once.
     """
-    stages = StageCosts(costs.forward, costs.input_grad, costs.weight_grad, costs.transfer, costs.residuals)
+    actions = {Kind.F: costs.forward, Kind.I: costs.input_grad, Kind.W: costs.weight_grad}
+    stages = StepCosts(actions, transfer=costs.transfer, residuals=costs.residuals)
     room, splits = (costs.room,) * costs.ranks, (split,) * len(costs.forward)
     works = [StepWork(stages, owner, costs.microbatches, room, splits) for owner in placements(stages.whole, costs.ranks)]
     least = min(work.least_span for work in works)

@@ -1,6 +1,7 @@
 """What the first batch decides, and later ones keep: where the loss is cut, which stage owns each leaf, and how it is held."""
 
 import bisect
+import functools
 import itertools
 import math
 from collections import Counter
@@ -34,7 +35,8 @@ from jaxpp.runtime.place import Placement, undivided_warnings
 from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import length
+from jaxpp.schedule.clock import Number, replay
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.axes import DATA, axis_names
@@ -421,10 +423,11 @@ def lengths_of(schedule: Schedule) -> Lengths:
     """The clock of a schedule for many cuts at once."""
 
     def lengths(forward: PerStage, input_grad: PerStage, weight_grad: PerStage, hops: PerStage) -> np.ndarray:
-        costs = {Kind.F: forward, Kind.B: input_grad + weight_grad, Kind.I: input_grad, Kind.W: weight_grad}
-        durations = {kind: cast("Sequence[float]", each.T) for kind, each in costs.items()}
-        larger = cast("Callable[[float, float], float]", np.maximum)
-        return np.asarray(length(schedule.order, schedule.stage_to_rank, durations, cast("Sequence[float]", hops.T), larger))
+        table = {Kind.F: forward, Kind.B: input_grad + weight_grad, Kind.I: input_grad, Kind.W: weight_grad}
+        costs = StepCosts({kind: cast("tuple[float, ...]", each.T) for kind, each in table.items()}, transfer=tuple(hops.T))
+        larger = cast("Callable[[Number, Number], Number]", np.maximum)
+        times = replay(schedule.rows, schedule.stage_to_rank, costs.timing(schedule), larger=larger)
+        return np.asarray(functools.reduce(larger, (ends[-1] for ends in times.ends)))
 
     return lengths
 

@@ -18,11 +18,10 @@ from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.measure import action_times, link_times
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Number
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.registry import make
-from jaxpp.schedule.simulate import simulate
+from jaxpp.schedule.simulate import Simulation
 from jaxpp.schedule.synthesis.synthesise import synthesise
-from jaxpp.schedule.synthesis.work import StageCosts
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.estimate import rates_of
@@ -53,12 +52,16 @@ def made_for(
         stages_per_rank=before.num_stages // ranks,
         stage_to_rank=stage_to_rank,
         room=min(ranks, microbatches) * max(own),
-        **costs._asdict(),
+        forward=costs.actions[Kind.F],
+        input_grad=costs.actions[Kind.I],
+        weight_grad=costs.actions[Kind.W],
+        transfer=costs.transfer,
+        residuals=kept,
     )
     return _visiting(options, cut, costs, found) if Role.PARAM in options.waiting else found
 
 
-def _visiting(options: Options, cut: CutLoss, costs: StageCosts, found: Schedule) -> Schedule:
+def _visiting(options: Options, cut: CutLoss, costs: StepCosts, found: Schedule) -> Schedule:
     ranks, count = found.num_ranks, found.num_microbatches
     other = make("looped-bfs", ranks, count, found.num_stages // ranks)
     if other.stage_to_rank != found.stage_to_rank:
@@ -70,13 +73,8 @@ def _visiting(options: Options, cut: CutLoss, costs: StageCosts, found: Schedule
         if count * sum(costs.residuals[stage] for stage in own) > min(ranks, count) * max(costs.residuals) + sum(gone):
             return found
     per_byte = 1 / rates_of(options.devices[0]).host
-    visit = tuple(size * per_byte for size in sizes)
-    forward, inner, weight, transfer, _ = costs
-
-    def seconds(order: Schedule) -> Number:
-        return simulate(order, forward=forward, input_grad=inner, weight_grad=weight, transfer=transfer, visit=visit).makespan
-
-    best = min((found, other), key=seconds)
+    visits = replace(costs, visit=tuple(size * per_byte for size in sizes))
+    best = min((found, other), key=lambda order: Simulation(order, visits).makespan)
     return replace(best, name=found.name)
 
 
@@ -86,7 +84,7 @@ def _param_bytes(code: StageCode) -> dict[Ref, int]:
     return {ref: count_bytes(aval) for ref, aval in pairs if ref.role == Role.PARAM}
 
 
-def stage_costs(options: Options, cut: CutLoss, programs: Programs) -> StageCosts:
+def stage_costs(options: Options, cut: CutLoss, programs: Programs) -> StepCosts:
     """Seconds: measured with ``balance="time"``, otherwise estimated."""
     kept = tuple(code.kept for code in cut.stages)
     if options.balance == "time":
@@ -97,11 +95,11 @@ def stage_costs(options: Options, cut: CutLoss, programs: Programs) -> StageCost
         per_send, per_byte = link_times(places)
         moved = zip(per_send, per_byte, boundary_bytes(cut), strict=True)
         transfer = [send + byte * size for send, byte, size in moved]
-        forward, inner, weight = (tuple(times.get(kind, none)) for kind in (Kind.F, Kind.I, Kind.W))
-        return StageCosts(forward, inner, weight, tuple(transfer), kept)
-    forward, inner, weight = (tuple(code.costs[kind] for code in cut.stages) for kind in "FIW")
+        actions = {kind: tuple(times.get(kind, none)) for kind in (Kind.F, Kind.I, Kind.W)}
+        return StepCosts(actions, transfer=tuple(transfer), residuals=kept)
+    actions = {kind: tuple(code.costs[kind.value] for code in cut.stages) for kind in (Kind.F, Kind.I, Kind.W)}
     sends = zip(links_of(options.placement).per_byte, boundary_bytes(cut), strict=True)
-    return StageCosts(forward, inner, weight, tuple(seconds * size for seconds, size in sends), kept)
+    return StepCosts(actions, transfer=tuple(seconds * size for seconds, size in sends), residuals=kept)
 
 
 def boundary_bytes(cut: CutLoss) -> list[int]:

@@ -1,14 +1,16 @@
 """The least time of a step on devices whose numbers are known (``jaxpp.targets``): what no run of these programs can beat.
 
 Each compiled program takes at least the sum of its kernels' rooflines, each send at least its bytes over the link, and the host
-hands over no instruction quicker than was measured for calls that do nothing else. These times on the virtual clock of the
-schedule give a step. Real kernels reach a part of the peaks, so this is a bound and never a prediction. It counts every array
-that a kernel reads or writes as memory traffic; what stays in a cache may be read sooner.
+hands over no instruction quicker than was measured for calls that do nothing else. A step is what these times give on the clock of
+the plan's lines (``line_times``): with its update, the copies of its state, and the steps in flow beside it. Real kernels reach a
+part of the peaks, so this is a bound and never a prediction. It counts every array that a kernel reads or writes as memory traffic;
+what stays in a cache may be read sooner.
 """
 
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, cast
@@ -16,21 +18,23 @@ from typing import NamedTuple, cast
 from jax.stages import Compiled
 
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.outcome import Purpose
-from jaxpp.observe.evaluate import Parts, StepCosts, costs_of_plan, parts, step_seconds
+from jaxpp.engine.outcome import LoweredStep, Purpose
+from jaxpp.observe.evaluate import Parts, costs_of_plan
 from jaxpp.observe.memory.liveness import step_liveness
-from jaxpp.observe.profile.spans import isolated_spans
+from jaxpp.observe.profile.record import flowing_plan
+from jaxpp.observe.profile.spans import line_times
 from jaxpp.plan.builder import CALLER, MemoryCopy, Name
-from jaxpp.plan.plan import Instruction, Plan
+from jaxpp.plan.flow import Flow
+from jaxpp.plan.plan import Plan
 from jaxpp.runtime.bind import BoundLine
 from jaxpp.runtime.hlo import Kernel, read_kernels
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.roofline import copy_seconds, peaks_of, program_roofline, send_seconds
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.draw.canvas import Figure
-from jaxpp.schedule.flow import flow
-from jaxpp.schedule.simulate import Simulation, simulate
+from jaxpp.schedule.simulate import Simulation
 from jaxpp.targets import Target, target_of
 from jaxpp.types import Batch, Key
 
@@ -64,18 +68,12 @@ class HostWork(NamedTuple):
 
 
 class VisitBound(NamedTuple):
-    """The least time of a step whose state visits the devices, by the clock of its instructions, in seconds."""
+    """What the copies of a state that visits the devices take and add, at least."""
 
-    seconds: float  # of the step: programs and copies
-    hidden: float  # of the step if these copies took no time
+    added: float  # seconds that they add to the step, and no work hides
     link: float  # that they take of the busier half of a link to host memory
     brought: int  # bytes that come to all devices together
     taken: int  # and go back
-
-    @property
-    def added(self) -> float:
-        """What the copies add to the step that no work hides."""
-        return self.seconds - self.hidden
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,14 @@ class StepBound:
     Attributes:
         schedule: in what order the programs run.
         targets: the numbers of each rank's device.
+        parts: what the seconds of a step are made of, on the clock of its lines: computing, the bubble, devices that are shared,
+            transfers and copies that nothing hides, waiting for the host, the rest.
         costs: the least seconds of every action, transfer and copy, and of what is done once a step.
         offload: of how many microbatches a stage's residuals stay on the device, as ``jaxpp.Offload`` says; None of all.
         products: FLOPs of all matrix products of a step by the type that they are computed in, those that are run again included.
         again: FLOPs of those that are run again (``remat="recompute"``, or a share).
         num_devices: how many devices there are, on all ranks.
         host: what the host has to do.
-        device_of: a number for the device, or devices, of each rank; ranks with the same number share them. Empty if none do.
         visits: of a state that waits in host memory (``Pipeline(host=...)``), what its copies take and add.
         flows: whether each step begins while the one before it ends (``Pipeline(delay=1)``); the seconds are then those of one step
             of many, which neither fills the pipeline nor drains it.
@@ -99,64 +98,20 @@ class StepBound:
 
     schedule: Schedule
     targets: tuple[Target, ...]
+    parts: Parts
     costs: StepCosts
     offload: tuple[int | None, ...]
     products: Mapping[str, float]
     again: float
     num_devices: int
     host: HostWork
-    device_of: tuple[int, ...] = ()
     visits: VisitBound | None = None
     flows: bool = False
 
-    @cached_property
+    @property
     def seconds(self) -> float:
         """The least time of a step, from the call until all its results are there; of many in flow, the time that each adds."""
-        return self._resident if self.visits is None else max(self._resident, self.visits.seconds)
-
-    @cached_property
-    def _resident(self) -> float:
-        """The step if copies of its state took no time."""
-        others = [self.host.seconds] if self.flows else [] if self.visits is None else [self.visits.hidden]
-        return max(self._side_by_side, *self._by_device, *others)
-
-    @cached_property
-    def parts(self) -> Parts:
-        """What the seconds are made of: computing, the bubble, transfers that nothing hides, waiting for the host, the rest."""
-        found = self._on_the_clock
-        shared = max(self._side_by_side, *self._by_device)
-        if self.flows:
-            rest = found.rest + shared - self._side_by_side
-            return found._replace(dispatch=found.dispatch + self._resident - shared, rest=rest)
-        return found._replace(
-            sharing=found.sharing + shared - self._side_by_side,
-            copies=found.copies + self.seconds - self._resident,
-            rest=found.rest + self._resident - shared,
-        )
-
-    @cached_property
-    def _on_the_clock(self) -> Parts:
-        """What the step is made of if each rank had a device of its own; in flow, what ``_MORE`` steps add to as many, each."""
-        if not self.flows:
-            return parts(self.schedule, self.costs.resident, self.offload)
-        few, many = (parts(flow(self.schedule, count), self.costs.resident, self.offload) for count in (_MORE, 2 * _MORE))
-        return Parts(*((b - a) / _MORE for a, b in zip(few, many, strict=True)))
-
-    @cached_property
-    def _side_by_side(self) -> float:
-        """The step if each rank had a device of its own."""
-        return sum(self._on_the_clock) if self.flows else step_seconds(self.schedule, self.costs.resident, self.offload)
-
-    @cached_property
-    def _by_device(self) -> tuple[float, ...]:
-        """How long each device computes, which does one thing after the other, from the call on; in flow, for a step of many."""
-        owner = self.device_of or tuple(range(self.schedule.num_ranks))
-        work = dict.fromkeys(owner, 0.0)
-        for rank, after in zip(self.schedule.stage_to_rank, self.costs.after, strict=False):
-            work[owner[rank]] += after
-        for action in self.schedule.order:
-            work[owner[self.schedule.stage_to_rank[action.stage]]] += self.costs.of(action)
-        return tuple((0 if self.flows else self.costs.before) + seconds for seconds in work.values())
+        return sum(self.parts)
 
     @cached_property
     def bubble_fraction(self) -> float:
@@ -188,26 +143,9 @@ class StepBound:
         return self._simulated(1.0)
 
     def _simulated(self, scale: float) -> Simulation:
-        costs, none = self.costs, (0.0,) * self.schedule.num_stages
-        forward = costs.actions[Kind.F]
-        if Kind.I in costs.actions or Kind.W in costs.actions:
-            input_grad, weight_grad = (costs.actions.get(kind, none) for kind in (Kind.I, Kind.W))
-        else:
-            input_grad, weight_grad = costs.actions.get(Kind.B, none), none
-        times = (forward, input_grad, weight_grad, costs.transfer, costs.offload)
-        forward, input_grad, weight_grad, transfer, copy = (tuple(scale * seconds for seconds in own) for own in times)
-        moves = any(each is not None for each in self.offload)
-        return simulate(
-            self.schedule,
-            forward=forward,
-            input_grad=input_grad,
-            weight_grad=weight_grad,
-            transfer=transfer,
-            offload=self.offload if moves else None,
-            copy=copy if moves else 0,
-            visit=tuple(scale * each for each in costs.visit) or 0,
-            visit_state=tuple(scale * each for each in costs.visit_state) or 0,
-        )
+        costs = self.costs.scaled(scale, "actions", "transfer", "offload", "visit", "visit_state")
+        costs = dataclasses.replace(costs, dispatch={}, before=0)
+        return Simulation(self.schedule, costs, self.offload)
 
     def figure(self, width: float | None = None) -> Figure:
         """The step on the virtual clock with these times, in milliseconds, as a timeline; ``width`` in inches. Needs matplotlib."""
@@ -233,8 +171,8 @@ class StepBound:
         taken = f"{_digits(1e3 * host.seconds)} ms at least, and in about {_digits(1e3 * host.likely)} ms as measured with an H200"
         lines.append(f"the host hands over {work} of a {noun} in {taken}, so it {self._limit} the {noun}")
         if self.visits is not None:
-            link, added = (_digits(scale * each) for each in (self.visits.link, self.seconds - self._resident))
-            hides = self.seconds - self._resident <= _HIDDEN * self._resident
+            link, added = (_digits(scale * each) for each in (self.visits.link, self.visits.added))
+            hides = self.visits.added <= _HIDDEN * (self.seconds - self.visits.added)
             so = "hide under the work of the visits" if hides else f"add {added} {unit} that no work hides"
             lines.append(f"the copies of the state take {link} {unit} of a link to host memory, and {so}")
         return lines
@@ -283,17 +221,68 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
     offload = engine.options.offload if purpose == "update" else ()
     visiting = engine.options.waiting and purpose == "update"
     still = [0.0 if visiting and _visits(line) else seconds for line, seconds in zip(lines, alone, strict=True)]
-    costs = _with_copies(costs_of_plan(plan, schedule.num_stages, still, handing, _begins(still, handing), min), lines, still)
+    costs = costs_of_plan(plan, schedule.num_stages, still, handing, usual=min)
     host = HostWork(len(lines), num_kernels, sum(handing), _DRIVEN * len(lines) + _LAUNCH * num_kernels)
     devices = {device for place in placement.by_rank for device in place.devices}
-    numbers_of = {place: number for number, place in enumerate(dict.fromkeys(placement.by_rank))}
-    device_of = tuple(numbers_of[place] for place in placement.by_rank)
+    found, added = _parts_of(_Lines(plan, alone, still, handing), lowered, schedule.stage_to_rank, placement.by_rank)
     visits = None
     if visiting:
-        visits = _visits_of(plan, lines, (alone, still), sizes, schedule)
         costs = costs.visited(liveness.brought(schedule.num_stages), [1 / numbers[place].links.host for place in placement.places])
-    made = schedule, targets, costs, offload, dict(products), again, len(devices), host, device_of, visits
-    return StepBound(*made, flows=lowered.flow is not None)
+        visits = _visits_of(lines, alone, sizes, added)
+    flows = lowered.flow is not None
+    return StepBound(schedule, targets, found, costs, offload, dict(products), again, len(devices), host, visits, flows)
+
+
+class _Lines(NamedTuple):
+    """The lines of a plan, and what they take at least."""
+
+    plan: Plan
+    alone: Sequence[float]
+    still: Sequence[float]  # where copies of a state that visits take no time
+    handing: Sequence[float]
+
+    def in_flow(self, lowered: LoweredStep, num_steps: int) -> "_Lines":
+        """The lines of so many steps in flow."""
+        order = [number for _, number in cast("Flow", lowered.flow).lines(num_steps)]
+        return _Lines(flowing_plan(self.plan, lowered, num_steps), *([own[k] for k in order] for own in self[1:]))
+
+    def rising(self, stage_to_rank: Sequence[int], rank_to_device: Sequence[int]) -> list[float]:
+        """How long the lines take, each time with one more thing that takes time: as in ``Parts``, last copies of the state."""
+        about, device = [line.about for line in self.plan.instructions], [rank_to_device[rank] for rank in stage_to_rank]
+        acting = [seconds * (each.action is not None) for each, seconds in zip(about, self.still, strict=True)]
+        sends = [seconds * (each.copies is None) for each, seconds in zip(about, acting, strict=True)]
+        programs = [seconds * bool(each.program) for each, seconds in zip(about, sends, strict=True)]
+        handed, at_once = list(itertools.accumulate(self.handing)), [0.0] * len(about)
+        first = sum(self.handing[: next(k for k, each in enumerate(about) if each.action is not None)])
+        late = [(time - first) * (each.action is not None) for each, time in zip(about, handed, strict=True)]
+        busy = [0.0] * len(rank_to_device)
+        for each, seconds in zip(about, programs, strict=True):
+            busy[stage_to_rank[each.stage]] += seconds
+        found = [max(busy)]
+        for taken, owner, told in (
+            (programs, stage_to_rank, at_once),
+            (programs, device, at_once),
+            (sends, device, at_once),
+            (acting, device, at_once),
+            (acting, device, late),
+            (self.still, device, handed),
+            (self.alone, device, handed),
+        ):
+            found.append(max(found[-1], *(end for _, end in line_times(self.plan, taken, owner, told))))
+        return found
+
+
+def _parts_of(lines: _Lines, lowered: LoweredStep, stage_to_rank: Sequence[int], places: Sequence[Place]) -> tuple[Parts, float]:
+    """What a step is made of, of many in flow what each adds; and what of it the copies of a state add."""
+    owner = [places.index(place) for place in places]
+    if lowered.flow is None:
+        rising = lines.rising(stage_to_rank, owner)
+    else:
+        few, many = (lines.in_flow(lowered, count).rising(stage_to_rank, owner) for count in (_MORE, 2 * _MORE))
+        rising = [(b - a) / _MORE for a, b in zip(few, many, strict=True)]
+    *found, added = (b - a for a, b in itertools.pairwise((0.0, *rising)))
+    parts = Parts(*found)
+    return parts._replace(copies=parts.copies + added), added
 
 
 def _visits(line: BoundLine) -> bool:
@@ -301,24 +290,14 @@ def _visits(line: BoundLine) -> bool:
     return line.copies is not None and line.action is None
 
 
-def _visits_of(
-    plan: Plan,
-    lines: Sequence[BoundLine],
-    taken: tuple[Sequence[float], Sequence[float]],
-    sizes: Mapping[Name, int],
-    like: Schedule,
-) -> VisitBound:
-    """``taken`` is what the lines take, and what they take where such copies take no time."""
+def _visits_of(lines: Sequence[BoundLine], alone: Sequence[float], sizes: Mapping[Name, int], added: float) -> VisitBound:
     link, moved = Counter[tuple[Place, MemoryCopy]](), Counter[MemoryCopy]()
-    for line, seconds in zip(lines, taken[0], strict=True):
-        if not _visits(line):
-            continue
-        copies = cast("MemoryCopy", line.copies)
-        link[line.place, copies] += seconds  # pyright: ignore[reportArgumentType]
-        moved[copies] += sum(sizes[name] for name in line.outputs)
-    with_copies, without = (max(span.end for span in isolated_spans(plan, seconds, like)) for seconds in taken)
-    most = max(link.values(), default=0.0)
-    return VisitBound(with_copies, without, most, moved[MemoryCopy.TO_DEVICE], moved[MemoryCopy.TO_HOST])
+    for line, seconds in zip(lines, alone, strict=True):
+        if _visits(line):
+            copies = cast("MemoryCopy", line.copies)
+            link[line.place, copies] += seconds  # pyright: ignore[reportArgumentType]
+            moved[copies] += sum(sizes[name] for name in line.outputs)
+    return VisitBound(added, max(link.values(), default=0.0), moved[MemoryCopy.TO_DEVICE], moved[MemoryCopy.TO_HOST])
 
 
 def _handing(line: BoundLine) -> float:
@@ -337,24 +316,3 @@ def _moving(line: BoundLine, places: Sequence[Place], sizes: Mapping[Name, int],
     if source.stage == CALLER:
         return copy_seconds(sizes.get(name, 0), target)
     return send_seconds(sizes.get(name, 0), places[source.stage].devices[0], line.place.devices[0], target)
-
-
-def _begins(alone: Sequence[float], handing: Sequence[float]) -> Callable[[Sequence[Instruction], int], float]:
-    """When the first action can begin: it is handed over, and what its stage does once a step is done."""
-
-    def before(lines: Sequence[Instruction], first: int) -> float:
-        own = [k for k in range(first) if lines[k].about.stage == lines[first].about.stage and lines[k].about.program]
-        handed = sum(handing[:first])
-        return max([handed, *(sum(handing[: k + 1]) + alone[k] for k in own)])
-
-    return before
-
-
-def _with_copies(costs: StepCosts, lines: Sequence[BoundLine], alone: Sequence[float]) -> StepCosts:
-    """The costs with the copies of residuals to host memory, of one microbatch each, and what it takes to hand one over."""
-    taken = [0.0] * len(costs.offload)
-    for line, seconds in zip(lines, alone, strict=True):
-        if line.copies is not None and line.action is not None and any(name.ref.waits for name in line.outputs):
-            taken[line.stage] = max(taken[line.stage], seconds)
-    handed = tuple(_SEND * (seconds > 0) for seconds in taken)
-    return dataclasses.replace(costs, offload=tuple(taken), offload_dispatch=handed)

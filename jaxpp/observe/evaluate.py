@@ -8,9 +8,7 @@ The process hands over the actions one after the other, and the copies where the
 its rank is free, its inputs have arrived, and it has been handed over. Handing over limits many small stages, the bubble few large.
 """
 
-import dataclasses
 import itertools
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -20,11 +18,10 @@ from typing import Generic, NamedTuple, TypeVar
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Number, Timing, handed_over, makespan, replay, turns
-from jaxpp.schedule.offload import offloads
+from jaxpp.schedule.clock import Timing, makespan, replay
+from jaxpp.schedule.costs import StepCosts
 
 _Candidate = TypeVar("_Candidate", bound=Hashable)
-_Stages = tuple[float, ...]
 
 
 @dataclass
@@ -62,60 +59,6 @@ class Evaluator(Generic[_Candidate]):
         return sorted(self.weights, key=lambda candidate: max(self.weights[candidate]))
 
 
-@dataclass(frozen=True)
-class StepCosts:
-    """What a step is made of, in seconds; what is left out takes no time. Where B is missing, it takes I and W together."""
-
-    actions: Mapping[Kind, _Stages]  # on its device for one microbatch, once it was handed over
-    dispatch: Mapping[Kind, _Stages] = field(default_factory=dict)  # to hand over an action with the sends of its results
-    transfer: _Stages = ()  # of an activation from stage s to s + 1 on another rank, or its cotangent back, up to the arrival
-    offload: _Stages = ()  # of the residuals of one microbatch to host memory, and as long back
-    offload_dispatch: _Stages = ()  # to hand over one of these copies
-    before: float = 0.0  # until the first action is handed over: splitting the batch, what is done once per step
-    after: _Stages = ()  # what a stage does after its last action: sums, and the update
-    after_dispatch: float = 0.0  # to hand over all of it
-    visit: _Stages = ()  # of a stage's parameters from host memory, if they wait there: each time that its rank turns to it
-    visit_state: _Stages = ()  # and of the optimizer's state, for the last turn
-    capacity: float = math.inf  # how many ranks compute at once at full speed: fewer than all where CPU devices share cores
-
-    def of(self, action: Action) -> float:
-        """What an action takes on its device."""
-        return _seconds(self.actions, action)
-
-    def visited(self, brought: tuple[Sequence[int], Sequence[int]], per_byte: Sequence[float]) -> "StepCosts":
-        """The same where a turn of each stage brings so many bytes of parameters, and its last so many more, over a link."""
-        params, state = (tuple(size * each for size, each in zip(own, per_byte, strict=True)) for own in brought)
-        return dataclasses.replace(self, visit=params, visit_state=state)
-
-    @property
-    def resident(self) -> "StepCosts":
-        """The same where no state waits in host memory."""
-        return dataclasses.replace(self, visit=(), visit_state=())
-
-    def recomputed(self, stages: Sequence[float]) -> "StepCosts":
-        """The same where each stage runs so much of its forward once more in each backward: in B, and in I if there is one."""
-        actions = dict(self.actions)
-        for kind in (Kind.B, Kind.I):
-            if kind in actions:
-                rows = zip(actions[kind], actions[Kind.F], stages, strict=True)
-                actions[kind] = tuple(own + forward * again for own, forward, again in rows)
-        return dataclasses.replace(self, actions=actions)
-
-    def stretched(self, times: float) -> "StepCosts":
-        """The same with actions, and what follows them, that take so many times as long."""
-        return dataclasses.replace(self, actions=_times(times, self.actions), after=tuple(times * own for own in self.after))
-
-    def slowed(self, times: float) -> "StepCosts":
-        """The same with everything but copies to the host so many times as long."""
-        hops, before, after = tuple(times * hop for hop in self.transfer), times * self.before, times * self.after_dispatch
-        handed = {"dispatch": _times(times, self.dispatch), "transfer": hops, "before": before, "after_dispatch": after}
-        return dataclasses.replace(self.stretched(times), **handed)
-
-
-def _times(factor: float, table: Mapping[Kind, _Stages]) -> dict[Kind, _Stages]:
-    return {kind: tuple(factor * seconds for seconds in stages) for kind, stages in table.items()}
-
-
 class Parts(NamedTuple):
     """What the seconds of a step are made of; they sum to the step."""
 
@@ -130,27 +73,28 @@ class Parts(NamedTuple):
 
 def step_seconds(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None] = (), processes: Sequence[int] = ()) -> float:
     """Seconds of a step; ``offload`` is ``except_last`` of each stage, ``processes`` hand over the actions of each rank."""
-    timing = _timing(schedule, costs, offload, processes)
-    handed = max((timing.dispatched or {}).values())
-    work = [0.0] * schedule.num_ranks
+    timing = costs.timing(schedule, offload, processes)
+    handed = max((timing.dispatched or {}).values(), default=0.0)
+    last = [(Action(0, Kind.F, rank),) for rank in range(schedule.num_ranks)]  # what each rank does once it has all
+    work, begins = (dict.fromkeys((action for (action,) in last), 0.0) for _ in range(2))
     for rank, own in zip(schedule.stage_to_rank, costs.after, strict=False):
-        work[rank] += own
+        work[last[rank][0]] += own
     times = replay(schedule.rows, schedule.stage_to_rank, timing)
-    complete = [times.complete.get(rank, 0.0) for rank in range(schedule.num_ranks)]
-    begins = [max(*ends[-1:], handed + costs.after_dispatch, own) for ends, own in zip(times.ends, complete, strict=True)]
-    return _shared_end(begins, work, costs.capacity)
+    for rank, ends in enumerate(times.ends):
+        begins[last[rank][0]] = max(*ends[-1:], handed + costs.after_dispatch, times.complete.get(rank, 0.0))
+    return float(makespan(replay(last, (0,), Timing(work, dispatched=begins, capacity=costs.capacity))))
 
 
 def parts(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None] = (), processes: Sequence[int] = ()) -> Parts:
     """What the seconds of a step are made of: the clock runs again and again, each time with one more cost."""
-    full = _timing(schedule, costs, offload, processes)
+    full = costs.timing(schedule, offload, processes)
     late = {action: time - costs.before for action, time in (full.dispatched or {}).items()}
     still = full._replace(dispatched=None)
     bare = still._replace(hops=(), offloaded=(), copies=(), capacity=None, visits={})
     shared = bare._replace(capacity=costs.capacity)
     sent = still._replace(offloaded=(), copies=(), visits={})
     rising = [max(sum(full.durations[action] for action in row) for row in schedule.rows)]
-    for timing in (bare, shared, sent, still, full._replace(dispatched=late)):
+    for timing in (bare, shared, sent, still, full._replace(dispatched=late or None)):
         rising.append(max(rising[-1], makespan(replay(schedule.rows, schedule.stage_to_rank, timing))))
     step = max(rising[-1], step_seconds(schedule, costs, offload, processes))
     return Parts(*(float(b - a) for a, b in itertools.pairwise((0.0, *rising, step))))
@@ -158,56 +102,8 @@ def parts(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None] = 
 
 def alone(schedule: Schedule, costs: StepCosts) -> float:
     """Seconds of the same work on one device with one process: all stages one after the other, for every microbatch."""
-    computed = sum(_seconds(costs.actions, action) for action in schedule.order)
-    handed = sum(_handing(costs.dispatch, action) for action in schedule.order)
+    computed, handed = (sum(map(each, schedule.order)) for each in (costs.of, costs.handing))
     return costs.before + max(computed, handed) + max(sum(costs.after), costs.after_dispatch)
-
-
-def _timing(schedule: Schedule, costs: StepCosts, offload: Sequence[int | None], processes: Sequence[int]) -> Timing:
-    owner = schedule.stage_to_rank
-    durations = {action: _seconds(costs.actions, action) for action in schedule.order}
-    hops = tuple(hop * (a != b) for hop, (a, b) in zip(costs.transfer, itertools.pairwise(owner), strict=False))
-    handing = {action: _handing(costs.dispatch, action) for action in schedule.order}
-    moved = offloads(schedule.rows, offload) if offload else ()
-    dispatchers = [processes[rank] if processes else 0 for rank in owner]
-    handed = handed_over(schedule.order, handing, dispatchers, moved, costs.offload_dispatch)
-    dispatched = {action: costs.before + time for action, time in handed.items()}
-    visits = turns(schedule.rows, costs.visit, costs.visit_state) if any((*costs.visit, *costs.visit_state)) else {}
-    return Timing(durations, hops, dispatched, offloaded=moved, copies=costs.offload, capacity=costs.capacity, visits=visits)
-
-
-def _seconds(table: Mapping[Kind, Sequence[float]], action: Action) -> float:
-    if action.kind in table or action.kind != Kind.B:
-        return table[action.kind][action.stage]
-    return table[Kind.I][action.stage] + table[Kind.W][action.stage]
-
-
-def _handing(table: Mapping[Kind, Sequence[float]], action: Action) -> float:
-    """What it takes to hand over an action; B as I where it was not measured itself."""
-    kind = action.kind if action.kind in table or action.kind != Kind.B else Kind.I
-    return table[kind][action.stage] if table else 0.0
-
-
-def _shared_end(begins: Sequence[Number], work: Sequence[float], capacity: float) -> float:
-    """When all work is done that begins at these times, if at most ``capacity`` of it runs at full speed at once.
-
-    Example:
-        >>> _shared_end([0, 0, 2], [1.0, 1.0, 1.0], capacity=1)
-        3.0
-    """
-    if capacity >= len(work):
-        return float(max(begin + own for begin, own in zip(begins, work, strict=True)))
-    waiting = sorted((begin, own) for begin, own in zip(begins, work, strict=True))
-    now, left = float(waiting[0][0]), list[float]()
-    while waiting or left:
-        while waiting and waiting[0][0] <= now:
-            left.append(waiting.pop(0)[1])
-        speed = min(1.0, capacity / max(1, len(left)))
-        done = now + min(left) / speed if left else float(waiting[0][0])
-        until = min(done, float(waiting[0][0])) if waiting else done
-        left = [own - (until - now) * speed for own in left]
-        left, now = [own for own in left if own > 1e-12 * max(1.0, until)], until
-    return now
 
 
 def costs_of_plan(
@@ -215,17 +111,20 @@ def costs_of_plan(
     num_stages: int,
     alone: Sequence[float],
     handing: Sequence[float],
-    before: Callable[[Sequence[Instruction], int], float],
+    begun: float = 0.0,
     usual: Callable[[Iterable[float]], float] = statistics.median,
 ) -> StepCosts:
-    """The costs of a step whose instructions take so long alone, and to hand over; without copies to the host.
+    """The costs of a step whose instructions take so long alone, and to hand over.
 
-    ``before`` says, of the instructions and the number of the first with an action, how long it takes until that one begins. Of
-    the microbatches, each kind of action takes what ``usual`` makes of their times.
+    ``begun`` is when the first of them begins to be handed over. Of the microbatches, each kind of action takes what ``usual``
+    makes of their times.
     """
     lines = plan.instructions
     acting = [number for number, line in enumerate(lines) if line.about.action is not None]
     first, last = acting[0], acting[-1]
+    handed_over = list(itertools.accumulate(handing, initial=0.0))
+    own = (k for k in range(first) if lines[k].about.stage == lines[first].about.stage and lines[k].about.program)
+    ready = [handed_over[k + 1] + alone[k] for k in own]
     taken: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
     handed: defaultdict[Action, float] = defaultdict(float)
     now = None
@@ -251,20 +150,23 @@ def costs_of_plan(
             kind: tuple(usual(pools.get((kind, stage), (0.0,))) for stage in range(num_stages)) for kind in Kind if kind in kinds
         }
 
-    after, ended = [0.0] * num_stages, [last] * num_stages  # updates of a state that visits follow the last action of their stage
+    after, copied = [0.0] * num_stages, [0.0] * num_stages
+    ended = [last] * num_stages  # updates of a state that visits follow the last action of their stage
     for number in acting:
         ended[lines[number].about.stage] = number
     for number, line in enumerate(lines):
         about = line.about
+        if about.copies is not None and about.action is not None:
+            copied[about.stage] = max(copied[about.stage], alone[number])
         if number > last or (about.program and about.action is None and number > ended[about.stage]):
             after[about.stage] += alone[number]
     return StepCosts(
         actions=table(taken),
         dispatch=table(dispatch),
         transfer=_transfers(lines, alone, num_stages),
-        offload=(0.0,) * num_stages,
+        offload=tuple(copied),
         offload_dispatch=(0.0,) * num_stages,
-        before=before(lines, first),
+        before=begun + max([handed_over[first], *ready]),
         after=tuple(after),
         after_dispatch=sum(handing[last + 1 :]),
     )

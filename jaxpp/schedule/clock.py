@@ -1,12 +1,13 @@
 """The clock: when each action starts if every rank runs its row in order, and each action as soon as its inputs are there.
 
-``replay`` is one pass over the rows, for the unit clock of a ``Schedule``, the costs of a ``Simulation`` and the times of a
-profile: a rank runs until it needs something that another rank has not done yet, and goes on when that is done. Residuals that wait
-in host memory are copied there and back beside the computation (``offload.py``), on one link of each rank in each direction. Ranks
-may share cores, as forced CPU devices do: four of them on two cores compute side by side at half speed.
+``replay`` is one pass over the rows, for the unit clock of a ``Schedule``, the costs of a ``Simulation`` and of a search, and the
+times of a profile: a rank runs until it needs something that another rank has not done yet, and goes on when it is done. Residuals
+that wait in host memory are copied there and back beside the computation (``offload.py``), on one link of each rank in each
+direction. Ranks may share cores, as forced CPU devices do: four of them on two cores compute side by side at half speed.
+
+Actions are what a schedule knows. What was compiled has lines, and a clock of its own for them (``jaxpp.observe.profile.spans``).
 """
 
-import functools
 import heapq
 import itertools
 import math
@@ -184,8 +185,17 @@ def handed_over(
     return found
 
 
-def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timing, num_groups: Awaited = None) -> Times:
-    """Run the rows on a clock; what comes back ends where a rank is stuck, for rows that wait for one another for ever."""
+def replay(
+    rows: Sequence[ActionRow],
+    stage_to_rank: Sequence[int],
+    timing: Timing,
+    num_groups: Awaited = None,
+    larger: Callable[[Number, Number], Number] | None = None,
+) -> Times:
+    """Run the rows on a clock; what comes back ends where a rank is stuck, for rows that wait for one another for ever.
+
+    Arrays of durations and hops, with NumPy's maximum as ``larger``, are the times under many costs at once.
+    """
     num_stages = len(stage_to_rank)
     wiring = _wiring(rows, num_stages, num_groups)
     # Nothing is sent before the first stage (index -1), or, but for the tokens of a ring, beyond the last one.
@@ -208,7 +218,7 @@ def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timi
                 break
             arrived = done[beside] + hops[arrives]
             free = clock if dispatched is None else max(clock, dispatched[action])
-            start = arrived if arrived > free else free
+            start = (arrived if arrived > free else free) if larger is None else larger(arrived, free)
             if links is not None:
                 start = links.start(action, start)
             clock = done[result] = start + durations.get(action, 0)
@@ -216,7 +226,8 @@ def replay(rows: Sequence[ActionRow], stage_to_rank: Sequence[int], timing: Timi
             ended.append(clock)
             if result in waiting:
                 ready.append(waiting.pop(result))
-            clock += 0 if overlap else hops[sent]
+            if not overlap:
+                clock = clock + hops[sent]
             if links is not None:
                 clock = links.end(action, clock)
         clocks[rank] = clock
@@ -238,38 +249,6 @@ def turns(rows: Sequence[ActionRow], params: Sequence[Number], state: Sequence[N
         last = {action.stage: action for action in first}
         found |= {each: Visit(params[each.stage], state[each.stage] * (last[each.stage] == each)) for each in first}
     return found
-
-
-def length(
-    order: ActionRow,
-    stage_to_rank: Sequence[int],
-    durations: Mapping[Kind, Sequence[Number]],
-    hops: Sequence[Number],
-    larger: Callable[[Number, Number], Number] = max,
-) -> Number:
-    """The makespan of a schedule from what actions take, ``durations[kind][stage]``, and sends, ``hops[boundary]``: as ``replay``.
-
-    ``order`` is one in which the actions can run, with those of a rank in the order of its row. Arrays in place of numbers,
-    with NumPy's maximum as ``larger``, give the makespans under many costs at once. A search for cuts asks for thousands of
-    lengths of one schedule, and nothing else: so this clock knows neither copies nor shared cores, and goes from action to action
-    in an order that holds for all costs, where ``replay`` finds out which rank can go on.
-    """
-    wiring = _wiring([order], len(stage_to_rank), None)
-    awaited = {beside for _, beside, *_ in map(wiring, order)}
-    free: dict[int, Number] = dict.fromkeys(stage_to_rank, 0.0)
-    done: dict[int, Number] = {}
-    for action in order:
-        _, beside, result, arrives, _ = wiring(action)
-        rank = stage_to_rank[action.stage]
-        start = free[rank]
-        if beside >= 0:
-            neighbour = action.stage + (1 if action.kind in (Kind.B, Kind.I) else -1)
-            sent = stage_to_rank[neighbour] != rank
-            start = larger(start, done[beside] + hops[arrives] if sent else done[beside])
-        free[rank] = end = start + durations[action.kind][action.stage]
-        if result in awaited:
-            done[result] = end
-    return functools.reduce(larger, free.values())
 
 
 _Wiring = Callable[[Action], tuple[int, int, int, int, int]]
@@ -302,7 +281,8 @@ def _replay_shared(rows: Sequence[ActionRow], timing: Timing, wiring: _Wiring, l
     """The clock for ranks that share cores, from event to event: an action starts or ends.
 
     All ranks that compute have the same speed, so an action ends when *served*, the work that each has done since the start, has
-    grown by its duration; one heap of such marks says which action ends next.
+    grown by its duration; one heap of such marks says which action ends next. That takes three times as long as ``replay``, where
+    the end of an action is known when it starts.
     """
     starts, ends = ([list[Number]() for _ in rows] for _ in range(2))
     free: list[Number] = [0] * len(rows)

@@ -4,6 +4,8 @@ That needs parameters of an earlier step (``Pipeline(delay=1)``): the forwards o
 """
 
 import heapq
+import itertools
+from collections import deque
 
 from jaxpp.errors import ScheduleError
 from jaxpp.errors.tracebacks import entry
@@ -43,65 +45,52 @@ def flow(schedule: Schedule, num_steps: int) -> Schedule:
     if schedule.forward_only:
         rule, fix = "steps that train follow one another", "pass a schedule with backwards, as those of jaxpp.schedule.make are"
         raise ScheduleError(f"flow({schedule.name!r})", rule, schedule.heading, fix)
-    rows = _Ranks(schedule, num_steps).run()
+    rows = _rows(schedule, num_steps)
     name = schedule.name if num_steps == 1 else f"{schedule.name}, {num_steps} steps in flow"
     return Schedule(name, tuple(map(tuple, rows)), schedule.stage_to_rank)
 
 
-class _Ranks:
-    """The ranks on the unit clock; each works on its earliest step that has not ended, or on the one after it."""
+def _rows(schedule: Schedule, num_steps: int) -> list[list[Action]]:
+    """On the unit clock, each rank works on its earliest step that has not ended, or on the one after it.
 
-    def __init__(self, schedule: Schedule, num_steps: int):
-        self._schedule, self._num_steps = schedule, num_steps
-        self._present = frozenset(schedule.starts)
-        self._forwards = [max(k for k, action in enumerate(row) if action.kind == Kind.F) + 1 for row in schedule.rows]
-        self._room = peaks(lifetimes(bars(schedule.rows, schedule.times)), schedule.stage_to_rank)
-        self._at = [[0] * num_steps for _ in schedule.rows]  # how many actions of each step a rank has begun
-        self._first = [0] * schedule.num_ranks  # the earliest step of which it has some left
-        self._held = [0] * schedule.num_ranks  # residuals
-        self._last = {action[::2]: action.kind for row in schedule.rows for action in row}  # what frees those of a microbatch
-        self._done: dict[tuple[int, Action], Number] = {}
+    This clock makes an order, where ``replay`` times one that is there: it has to know what each rank could begin at any time.
+    """
+    later = [step * schedule.num_microbatches for step in range(num_steps)]
+    left = [deque(deque(a._replace(microbatch=a.microbatch + by) for a in row) for by in later) for row in schedule.rows]
+    behind = [[action.kind for action in row][::-1].index(Kind.F) for row in schedule.rows]  # actions behind the last forward
+    every = [action for steps in left for step in steps for action in step]
+    present, frees = frozenset(every), {action[::2]: action for action in every}  # what frees the residuals of a microbatch
+    room, held = peaks(lifetimes(bars(schedule.rows, schedule.times)), schedule.stage_to_rank), [0] * schedule.num_ranks
+    done, rows = set[Action](), [list[Action]() for _ in left]
 
-    def run(self) -> list[list[Action]]:
-        rows: list[list[Action]] = [[] for _ in self._schedule.rows]
-        ends: list[tuple[Number, int, int, Action]] = []
-        idle = set(range(len(rows)))
-        now: Number = 0
-        while idle or ends:
-            for rank in sorted(idle):
-                if (found := self._next(rank)) is not None:
-                    step, action = found
-                    self._begin(rank, step, action)
-                    rows[rank].append(action._replace(microbatch=action.microbatch + step * self._schedule.num_microbatches))
-                    heapq.heappush(ends, (now + UNIT[action.kind], rank, step, action))
-                    idle.discard(rank)
-            if not ends:
-                return rows
-            now = ends[0][0]
-            while ends and ends[0][0] == now:
-                _, rank, step, action = heapq.heappop(ends)
-                self._end(rank, step, action)
-                idle.add(rank)
-        return rows
-
-    def _next(self, rank: int) -> tuple[int, Action] | None:
-        first, row = self._first[rank], self._schedule.rows[rank]
-        for step in range(first, min(first + 2, self._num_steps)):
-            if step > first and self._at[rank][first] < self._forwards[rank]:
+    def following(rank: int) -> deque[Action] | None:
+        """The step of which the rank runs the next action; None if it has to wait."""
+        for number, step in enumerate(itertools.islice(left[rank], 2)):
+            if number and len(left[rank][0]) > behind[rank]:
                 return None
-            action = row[self._at[rank][step]] if self._at[rank][step] < len(row) else None
-            if action is None or (step > first and action.kind == Kind.F and self._held[rank] >= self._room[rank]):
-                continue
-            if all((step, need) in self._done for need in dependencies(action, self._schedule.num_stages, self._present)):
-                return step, action
+            full = number and step and step[0].kind == Kind.F and held[rank] >= room[rank]
+            if step and not full and done.issuperset(dependencies(step[0], schedule.num_stages, present)):
+                return step
         return None
 
-    def _begin(self, rank: int, step: int, action: Action) -> None:
-        self._at[rank][step] += 1
-        self._held[rank] += action.kind == Kind.F
-        while self._first[rank] < self._num_steps and self._at[rank][self._first[rank]] == len(self._schedule.rows[rank]):
-            self._first[rank] += 1
-
-    def _end(self, rank: int, step: int, action: Action) -> None:
-        self._done[step, action] = 0
-        self._held[rank] -= action.kind == self._last[action[::2]]
+    ends = list[tuple[Number, int, Action]]()
+    idle, now = set(range(len(rows))), 0
+    while idle or ends:
+        for rank in sorted(idle):
+            if (step := following(rank)) is not None:
+                action = step.popleft()
+                rows[rank].append(action)
+                held[rank] += action.kind == Kind.F
+                heapq.heappush(ends, (now + UNIT[action.kind], rank, action))
+                idle.discard(rank)
+                while left[rank] and not left[rank][0]:
+                    left[rank].popleft()
+        if not ends:
+            break
+        now = ends[0][0]
+        while ends and ends[0][0] == now:
+            _, rank, action = heapq.heappop(ends)
+            done.add(action)
+            held[rank] -= action == frees[action[::2]]
+            idle.add(rank)
+    return rows

@@ -5,13 +5,15 @@ over. The *bubble* is idle time over ranks x makespan. A rank's *own span* is fr
 time inside it is what is lost when steps follow one another without a barrier.
 """
 
+import dataclasses
+import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 from jaxpp.errors import ScheduleError
 from jaxpp.errors.tracebacks import entry
@@ -26,14 +28,12 @@ from jaxpp.schedule.clock import (
     Timing,
     bars,
     bubble_fraction,
-    handed_over,
     idle_causes,
     replay,
-    turns,
 )
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.draw.timeline import Copied
-from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.residual_counts import lifetimes, peaks
 from jaxpp.schedule.validate import is_count
 from jaxpp.tables import html_table, table_lines
@@ -42,55 +42,20 @@ _MOST = 1e100  # of a cost
 _Span = tuple[Number, Number]
 
 
-class Costs(NamedTuple):
-    """What things take, in one unit of time: the arguments of ``simulate``, a number for each stage where they may differ."""
-
-    forward: tuple[Number, ...]
-    input_grad: tuple[Number, ...]
-    weight_grad: tuple[Number, ...]
-    transfer: tuple[Number, ...]
-    dispatch: Number
-    overlap: bool
-    rank_to_process: tuple[int, ...]
-    offload: tuple[int | None, ...]
-    copy: tuple[Number, ...]
-    capacity: Number | None
-    visit: tuple[Number, ...] = ()
-    visit_state: tuple[Number, ...] = ()
-
-    def durations(self, actions: Iterable[Action]) -> dict[Action, Number]:
-        """What each action takes."""
-        full = tuple(i + w for i, w in zip(self.input_grad, self.weight_grad, strict=True))
-        table = {Kind.F: self.forward, Kind.B: full, Kind.I: self.input_grad, Kind.W: self.weight_grad}
-        return {action: table[action.kind][action.stage] for action in actions}
-
-    def with_equal_stages(self) -> "Costs":
-        """The same with the mean of all stages for every stage."""
-        forward, input_grad, weight_grad = ((_mean(costs),) * len(costs) for costs in self[:3])
-        return self._replace(forward=forward, input_grad=input_grad, weight_grad=weight_grad)
-
-
 @dataclass(frozen=True)
 class Simulation(Drawn):
     """A schedule on the virtual clock, under ``costs``. ``print`` it for a summary; in a notebook it draws itself."""
 
     schedule: Schedule
-    costs: Costs
+    costs: StepCosts
+    offload: tuple[int | None, ...] = ()
+    rank_to_process: tuple[int, ...] = ()
+    overlap: bool = True
 
     @cached_property
     def timing(self) -> Timing:
         """What the clock is told: how long actions, transfers and copies take, and when the host hands each action over."""
-        owner, costs = self.schedule.stage_to_rank, self.costs
-        after = (*owner[1:], owner[0])
-        hops = tuple(0 if owner[s] == after[s] else time for s, time in enumerate(costs.transfer))
-        dispatched = None
-        if costs.dispatch:
-            order = self.schedule.order
-            dispatched = handed_over(order, dict.fromkeys(order, costs.dispatch), [costs.rank_to_process[rank] for rank in owner])
-        moved = offloads(self.schedule.rows, costs.offload)
-        durations = costs.durations(self.schedule.starts)
-        visits = turns(self.schedule.rows, costs.visit, costs.visit_state) if any((*costs.visit, *costs.visit_state)) else {}
-        return Timing(durations, hops, dispatched, costs.overlap, moved, costs.copy, costs.capacity, visits)
+        return self.costs.timing(self.schedule, self.offload, self.rank_to_process, overlap=self.overlap)
 
     @cached_property
     def times(self) -> Times:
@@ -170,9 +135,11 @@ class Simulation(Drawn):
     @cached_property
     def causes(self) -> Idles:
         """Where each rank's idle time comes from; of a ring also what waiting for tokens costs."""
-        schedule, equal = self.schedule, self.costs.with_equal_stages().durations(self.timing.durations)
-        rows, owner, groups = schedule.rows, schedule.stage_to_rank, schedule.num_groups
-        return idle_causes(rows, owner, self.timing, equal, self.busy, self.makespan, groups)
+        schedule, groups = self.schedule, self.schedule.num_groups
+        means = {kind: (_mean(own),) * len(own) for kind, own in self.costs.actions.items()}
+        level = dataclasses.replace(self.costs, actions=means)
+        equal = {action: level.of(action) for action in self.timing.durations}
+        return idle_causes(schedule.rows, schedule.stage_to_rank, self.timing, equal, self.busy, self.makespan, groups)
 
     @property
     def heading(self) -> str:
@@ -280,10 +247,12 @@ def simulate(  # noqa: PLR0913  (the costs of everything)
     if not isinstance(processes, Sequence) or len(processes) != schedule.num_ranks or not all(map(is_count, processes)):
         got, fix = f"rank_to_process={rank_to_process!r}", f"pass {schedule.num_ranks} of them, such as [rank // 8 for each rank]"
         raise ScheduleError("simulate(...)", "each rank has the number of one process, at least 0", got, fix)
-    staged = {name: found or () for name, found in staged.items()}
+    forward, input_grad, weight_grad, transfer, copy, *visits = (found or () for found in staged.values())
     kept, cores = _offload(offload, schedule.num_stages), _capacity(capacity)
-    costs = Costs(**staged, dispatch=host, overlap=overlap, rank_to_process=tuple(processes), offload=kept, capacity=cores)
-    return Simulation(schedule, costs)
+    actions = {Kind.F: forward, Kind.I: input_grad, Kind.W: weight_grad}
+    handing = dict.fromkeys(Kind, (host,) * schedule.num_stages) if host else {}
+    costs = StepCosts(actions, handing, transfer, copy, visit=visits[0], visit_state=visits[1], capacity=cores)
+    return Simulation(schedule, costs, kept, tuple(processes), overlap)
 
 
 def items_of(value: Any, length: int) -> tuple[Any, ...]:
@@ -301,9 +270,11 @@ def _offload(value: object, num_stages: int) -> tuple[int | None, ...]:
     return kept
 
 
-def _capacity(value: object) -> Number | None:
+def _capacity(value: object) -> Number:
     number = _plain(value)
-    if number is None or (is_cost(number) and number > 0):
+    if number is None:
+        return math.inf
+    if is_cost(number) and number > 0:
         return number
     rule = "capacity is the number of ranks that compute at full speed at once, more than 0"
     raise ScheduleError("simulate(...)", rule, f"capacity={value!r}", "pass capacity=2 for two cores, or None")

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,13 +34,13 @@ from jaxpp.engine.layout import Layout
 from jaxpp.engine.tracing import Tracing
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.bound import bound_of
-from jaxpp.observe.evaluate import StepCosts, costs_of_plan, step_seconds
+from jaxpp.observe.evaluate import costs_of_plan, step_seconds
 from jaxpp.observe.memory.forecast import room_of
 from jaxpp.observe.memory.liveness import Needs, liveness_of_all, program_needs, step_liveness
 from jaxpp.observe.profile.record import Company, Seen, SeenStep, Stamps
 from jaxpp.observe.profile.spans import durations_of
 from jaxpp.options import Options
-from jaxpp.plan.plan import Instruction, Plan
+from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.measure import copy_times, host_times
 from jaxpp.runtime.place import axis_map, mesh_of_ranks, num_places
@@ -48,6 +48,7 @@ from jaxpp.runtime.processes.channel import align_clocks, rows_of_all, texts_of_
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.schedule.simulate import is_cost
 from jaxpp.schedule.validate import is_count
@@ -408,14 +409,8 @@ def _step_costs(plan: Plan, num_stages: int, free: Sequence[SeenStep], apart: Se
     """The costs of a family, from steps at full speed and steps in which each instruction ran alone; without copies to the host."""
     alone = durations_of(plan, [step.seconds for step in apart])
     handing = durations_of(plan, [[stamp.handed - stamp.begun for stamp in step.stamps] for step in free])
-    return costs_of_plan(plan, num_stages, alone, handing, partial(_before, free=free, alone=alone))
-
-
-def _before(lines: Sequence[Instruction], first: int, free: Sequence[SeenStep], alone: Sequence[float]) -> float:
-    """From the beginning of a step until its first action can begin: it is handed over, and its stage has been set up."""
-    own = [number for number in range(first) if lines[number].about.stage == lines[first].about.stage]
-    ready = [max([step.stamps[first].begun, *(step.stamps[k].handed + alone[k] for k in own)]) - step.begun for step in free]
-    return statistics.median(ready)
+    begun = statistics.median(step.stamps[0].begun - step.begun for step in free)
+    return costs_of_plan(plan, num_stages, alone, handing, begun)
 
 
 def fitted(costs: StepCosts, candidate: Candidate, seconds: float, *, shared: bool, processes: Sequence[int] = ()) -> StepCosts:

@@ -22,10 +22,11 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpp.errors import ArgumentError, JaxppError, ScheduleError
-from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
+from jaxpp.observe.evaluate import Evaluator, step_seconds
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.registry import AUTO, SCHEDULES, make
 from jaxpp.schedule.synthesis.synthesise import synthesise

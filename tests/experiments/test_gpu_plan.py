@@ -18,9 +18,10 @@ from experiments.gpu.rows import Job
 from experiments.gpu.sizes import LARGE, SMALL
 from experiments.options import ConfigError
 from jaxpp.observe.bound import HostWork, StepBound
-from jaxpp.observe.evaluate import StepCosts
+from jaxpp.observe.evaluate import parts
 from jaxpp.schedule import make
 from jaxpp.schedule.action import Kind
+from jaxpp.schedule.costs import StepCosts
 
 H100 = next(each for each in jaxpp.targets.TARGETS if each.name == "h100")
 WHATS = [
@@ -163,7 +164,7 @@ def bound():
     costs = StepCosts({Kind.F: (1e-3, 1e-3), Kind.B: (2e-3, 2e-3)})
     schedule = make("1f1b", num_ranks=2, num_microbatches=2)
     products = {"bfloat16": H100.peaks.bfloat16 * 9e-3}
-    return StepBound(schedule, (H100, H100), costs, (), products, 0.0, 2, HostWork(8, 40, 1e-4, 6e-4))
+    return StepBound(schedule, (H100, H100), parts(schedule, costs), costs, (), products, 0.0, 2, HostWork(8, 40, 1e-4, 6e-4))
 
 
 def test_measured_over_bound_is_the_median_step_over_the_least_one_with_the_share_of_the_peak():

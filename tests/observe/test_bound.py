@@ -10,6 +10,9 @@ import pytest
 
 import jaxpp
 from jaxpp.observe import bound as bounds
+from jaxpp.observe.evaluate import parts
+from jaxpp.schedule import Kind, Schedule
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.targets import TARGETS
 
 H100 = next(target for target in TARGETS if target.name == "h100")
@@ -56,7 +59,8 @@ def test_copies_of_a_state_that_visits_hide_or_take_what_the_link_takes(monkeypa
     size = 4 * width * width
     assert plain.visits is None and "link to host memory" not in str(plain)
     assert (quick.visits.brought, quick.visits.taken) == ((4 * count - 1) * size, 3 * count * size)
-    assert quick.visits.hidden <= quick.visits.seconds <= 1.05 * quick.visits.hidden
+    assert 0 <= quick.visits.added <= 0.05 * quick.seconds
+    assert quick.seconds >= quick.host.seconds, "which hands over the copies, too"
     assert slow.visits.link == pytest.approx(slow.visits.brought / 1e6)
     alone = 4 * size / 1e6  # the last stage goes out beside nothing, and the link waits once
     assert slow.visits.link <= slow.seconds <= 1.01 * (slow.visits.link + alone)
@@ -103,3 +107,12 @@ def test_what_the_host_does_to_a_step_goes_by_its_kernels_and_by_what_devices_re
     for times, says in ((0.9, "does not limit"), (1.5, "may limit"), (2, "is likely to limit")):
         host = bound.host._replace(seconds=0.0, likely=times * devices)
         assert f"so it {says} the step" in " ".join(str(dataclasses.replace(bound, host=host)).split())
+
+
+def test_a_stage_with_whole_backwards_beside_one_that_splits_them_is_simulated_with_them():
+    mine = Schedule("mine", [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]])
+    actions = {Kind.F: (1.0, 1.0), Kind.B: (3.0, 0.0), Kind.I: (0.0, 1.0), Kind.W: (0.0, 1.0)}
+    host = bounds.HostWork(10, 10, 0.0, 0.0)
+    bound = bounds.StepBound(mine, (H100, H100), parts(mine, StepCosts(actions)), StepCosts(actions), (), {}, 0.0, 2, host)
+    assert bound.simulation.busy == (8.0, 6.0)
+    assert bound.simulation.makespan == bound.seconds

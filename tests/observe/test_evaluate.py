@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from jaxpp.observe.evaluate import Evaluator, StepCosts, alone, parts, step_seconds
+from jaxpp.observe.evaluate import Evaluator, alone, parts, step_seconds
 from jaxpp.schedule import Kind, make
+from jaxpp.schedule.costs import StepCosts
 
 COSTS = StepCosts(
     actions={Kind.F: (1.0, 1.0), Kind.B: (2.0, 2.0)},
@@ -98,9 +99,10 @@ def test_what_visits_bring_is_on_the_clock_and_is_waited_for_by_the_update():
     order = make("looped-bfs", num_ranks=1, num_microbatches=2, stages_per_rank=4)
     costs = StepCosts({Kind.F: (1.0,) * 4, Kind.B: (2.0,) * 4}, after=(0.5,) * 4)
     visits = costs.visited(([4] * 4, [8] * 4), (0.25,) * 4)
-    assert (visits.visit, visits.visit_state, visits.resident) == ((1.0,) * 4, (2.0,) * 4, costs)
+    assert (visits.visit, visits.visit_state) == ((1.0,) * 4, (2.0,) * 4)
     assert step_seconds(order, costs) == 26
     assert step_seconds(order, visits) == 27, "the first visit has none before it"
+    assert step_seconds(order, dataclasses.replace(costs, visit=(1.0,) * 4)) == 27, "nothing of an optimizer"
     slow = costs.visited(([4] * 4, [8] * 4), (25.0,) * 4)
     assert step_seconds(order, slow) == 7 * 100 + 4 * 200 + 2
     found = parts(order, slow)

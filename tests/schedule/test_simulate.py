@@ -198,7 +198,7 @@ def test_each_process_hands_over_the_actions_of_its_own_ranks():
     assert max(own.timing.dispatched.values()) == 32  # of 64 actions, half
     assert one.makespan > own.makespan > free.makespan > simulate(schedule).makespan
     assert one.makespan >= 64
-    assert one.costs.rank_to_process == (0,) * 4
+    assert one.rank_to_process == (0,) * 4
     assert sum(own.causes[0]) == own.idle[0]
 
 

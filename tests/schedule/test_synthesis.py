@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from jaxpp.errors import ScheduleError
 from jaxpp.schedule import SCHEDULES, Kind, Schedule, from_csv, make, simulate, synthesise
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.synthesis.greedy import GREEDY_RULES, order_by
 from jaxpp.schedule.synthesis.local_search import Search, improve
 from jaxpp.schedule.synthesis.placements import placements
-from jaxpp.schedule.synthesis.work import StageCosts, StepWork
+from jaxpp.schedule.synthesis.work import StepWork
 from tests.schedule.shortest import shortest
 
 TIMES = "forward", "input_grad", "weight_grad"
@@ -44,7 +45,8 @@ def v_shape(num_ranks, per_rank):
 def work_of(seed, num_ranks=3, per_rank=2, num_microbatches=5, room=2.5, split=True):
     owner = v_shape(num_ranks, per_rank)
     costs = random_costs(seed, len(owner))
-    parts = StageCosts(*(tuple(costs[name]) for name in (*TIMES, "transfer", "residuals")))
+    actions = {kind: tuple(costs[name]) for kind, name in zip((Kind.F, Kind.I, Kind.W), TIMES, strict=True)}
+    parts = StepCosts(actions, transfer=tuple(costs["transfer"]), residuals=tuple(costs["residuals"]))
     most = max(sum(size for size, rank in zip(parts.residuals, owner, strict=True) if rank == r) for r in range(num_ranks))
     return StepWork(parts, tuple(owner), num_microbatches, (room * most,) * num_ranks, (split,) * len(owner)), costs
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 import jaxpp
 from jaxpp.errors import ArgumentError, BatchError, InitError, OptimizerError, ScheduleError
-from jaxpp.observe.evaluate import StepCosts
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.tuner.machine import Devices
 from tests.tuner.virtual_machine import Virtual
 

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 
 from jaxpp.errors import CutError
-from jaxpp.observe.evaluate import StepCosts
 from jaxpp.schedule import Kind, make, simulate
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.registry import SCHEDULES
 
 MIB = 2**20

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError, FitError
-from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
+from jaxpp.observe.evaluate import Evaluator, step_seconds
 from jaxpp.observe.memory.forecast import Forecast, forecast, forecast_of
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, liveness_in_flow, step_liveness
 from jaxpp.observe.memory.remat_frontier import again_of
@@ -27,6 +27,7 @@ from jaxpp.options import more_hosts
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.measure import action_times, copy_times
 from jaxpp.runtime.processes.channel import texts_of_all
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.offload import offloads
 from jaxpp.stages.remat import Offload, offload_of, policies_of
 from jaxpp.stages.stage_table import bytes_in_words

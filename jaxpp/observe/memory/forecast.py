@@ -21,7 +21,7 @@ from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.outcome import Purpose
 from jaxpp.errors import ArgumentError, JaxppError
 from jaxpp.observe.bound import StepBound, bound_of
-from jaxpp.observe.evaluate import Evaluator, StepCosts, step_seconds
+from jaxpp.observe.evaluate import Evaluator, step_seconds
 from jaxpp.observe.memory.liveness import (
     MEMORY_KINDS,
     Liveness,
@@ -38,6 +38,7 @@ from jaxpp.runtime.place import Placement
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.action import Kind
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.forward import forward
 from jaxpp.schedule.registry import SCHEDULES, make, make_for_stages
 from jaxpp.stages.by_hand import scope

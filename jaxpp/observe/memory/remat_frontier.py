@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxpp.engine.engine import Engine
-from jaxpp.observe.evaluate import StepCosts, step_seconds
+from jaxpp.observe.evaluate import step_seconds
 from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.action import Kind
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.draw.canvas import INK, Axes, Figure, Panel, draw_key, fit_page, group_colour, new_figure, shade
 from jaxpp.schedule.offload import offloads
 from jaxpp.stages.remat import offload_of, policies_of

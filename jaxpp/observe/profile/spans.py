@@ -1,7 +1,7 @@
 """The instructions of a step in time: as a trace has them, as watching saw them, and as they would be on devices of their own.
 
-The last is the virtual clock for instructions: each device runs its programs in the order of the plan, as soon as their operands
-are there; neither the host nor the links are waited for.
+The last is the clock of every compiled plan (``line_times``): each device runs its programs in the order of the plan, as soon as
+their operands are there. A profile waits on it for neither the host nor the links; the bound of a step does for the host.
 
 A forward and a backward that one program runs are two spans, which share its time as they share its FLOPs.
 """
@@ -65,16 +65,30 @@ def durations_of(plan: Plan, steps: Sequence[Sequence[float]]) -> list[float]:
     return [medians[key] for key in keys]
 
 
-def isolated_spans(plan: Plan, durations: Sequence[float], schedule: Schedule) -> tuple[Span, ...]:
-    """The instructions on devices of their own, each as long as it takes alone; a rank has a link to host memory and one back."""
+def line_times(
+    plan: Plan, durations: Sequence[float], owner: Sequence[int], handed: Sequence[float] = ()
+) -> list[tuple[float, float]]:
+    """The clock of every compiled plan: when each line begins, and when it ends.
+
+    A line begins when its operands are there, what computes its stage (``owner``) has done the lines before it, and the host has
+    handed it over. A send waits for its operand alone; a copy to host memory or back also for the link, one in each direction.
+    So whatever becomes a line is on the clock: updates, visits and steps in flow, of which a clock on actions has to be told.
+
+    Args:
+        plan: the lines.
+        durations: how long each takes.
+        owner: a number for what computes each stage: its rank, or its device.
+        handed: when the host has handed over each line; at once unless given.
+    """
     free: defaultdict[int, float] = defaultdict(float)
     links: defaultdict[tuple[int, MemoryCopy], float] = defaultdict(float)
 
     def times_of(number: int, line: Instruction, ready: float) -> tuple[float, float]:
+        start = max(ready, handed[number]) if handed else ready
         if line.about.sends:
-            return ready, ready + durations[number]
-        rank = schedule.stage_to_rank[line.about.stage]
-        start = max(ready, free[rank])
+            return start, start + durations[number]
+        rank = owner[line.about.stage]
+        start = max(start, free[rank])
         if line.about.copies is None:
             end = free[rank] = start + durations[number]
         else:
@@ -83,7 +97,12 @@ def isolated_spans(plan: Plan, durations: Sequence[float], schedule: Schedule) -
             end = links[link] = start + durations[number]
         return start, end
 
-    return _spans(plan, schedule, (), times_of)
+    return _times(plan, times_of)
+
+
+def isolated_spans(plan: Plan, durations: Sequence[float], schedule: Schedule) -> tuple[Span, ...]:
+    """The instructions on devices of their own, each as long as it takes alone; a rank has a link to host memory and one back."""
+    return _spans(plan, schedule, (), line_times(plan, durations, schedule.stage_to_rank))
 
 
 def traced_spans(
@@ -105,7 +124,7 @@ def traced_spans(
         reads = [found.start for k in readers[number] if (found := runs[k]) is not None]
         return start, max(start, min([start + durations[number], *reads]))
 
-    return _spans(plan, schedule, stamps, times_of)
+    return _spans(plan, schedule, stamps, _times(plan, times_of))
 
 
 def watched_spans(plan: Plan, stamps: Sequence[Stamp], schedule: Schedule) -> tuple[Span, ...]:
@@ -125,17 +144,22 @@ def watched_spans(plan: Plan, stamps: Sequence[Stamp], schedule: Schedule) -> tu
             last[line.about.device] = max(before, done, start)
         return start, max(start, done)
 
-    return _spans(plan, schedule, stamps, times_of)
+    return _spans(plan, schedule, stamps, _times(plan, times_of))
 
 
-def _spans(
-    plan: Plan, schedule: Schedule, stamps: Sequence[Stamp], times_of: Callable[[int, Instruction, float], tuple[float, float]]
-) -> tuple[Span, ...]:
+def _times(plan: Plan, times_of: Callable[[int, Instruction, float], tuple[float, float]]) -> list[tuple[float, float]]:
+    """What is said of each line when its operands are there."""
     there: defaultdict[int, float] = defaultdict(float)
-    spans, zero = [], beginning(stamps)
+    found = list[tuple[float, float]]()
     for number, line in enumerate(plan.instructions):
-        start, end = times_of(number, line, max((there[slot] for slot in line.inputs), default=0.0))
-        there.update((slot, end) for slot in line.outputs)
+        found.append(times_of(number, line, max((there[slot] for slot in line.inputs), default=0.0)))
+        there.update((slot, found[-1][1]) for slot in line.outputs)
+    return found
+
+
+def _spans(plan: Plan, schedule: Schedule, stamps: Sequence[Stamp], times: Sequence[tuple[float, float]]) -> tuple[Span, ...]:
+    spans, zero = [], beginning(stamps)
+    for number, (line, (start, end)) in enumerate(zip(plan.instructions, times, strict=True)):
         begun, handed, _, _, process = stamps[number] if stamps else Stamp(zero, zero, zero)
         about, action = line.about, cast("Action | None", line.about.action)
         where = schedule.stage_to_rank[about.stage], about.sends

@@ -11,21 +11,22 @@ from typing import NamedTuple
 
 from jaxpp.errors import ScheduleError
 from jaxpp.errors.tracebacks import entry
+from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Number
+from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.registry import AUTO, SCHEDULES, make
-from jaxpp.schedule.simulate import is_cost, items_of, per_stage, simulate
+from jaxpp.schedule.simulate import Simulation, is_cost, items_of, per_stage
 from jaxpp.schedule.synthesis.greedy import GREEDY_RULES, order_by
 from jaxpp.schedule.synthesis.local_search import improve
 from jaxpp.schedule.synthesis.placements import placements
-from jaxpp.schedule.synthesis.work import NumberedRows, StageCosts, StepWork, in_order
+from jaxpp.schedule.synthesis.work import NumberedRows, StepWork, in_order
 from jaxpp.schedule.validate import check_counts, check_owners
 
 _STARTS = 12  # orders from which the search begins
 _USUAL = 1000  # actions, up to which the search makes all steps that it is asked for
 _FINALISTS = 3  # of these, that are searched for longer
 _WHERE = "synthesise(...)"
-_TIMES = "forward", "input_grad", "weight_grad", "transfer"
 
 
 class _Start(NamedTuple):
@@ -103,20 +104,14 @@ def synthesise(  # noqa: PLR0913  (the costs of everything)
         raise ScheduleError(_WHERE, "split is either True or False", f"split={split!r}", "pass split=True or split=False")
     given = {"forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "transfer": transfer, "residuals": residuals}
     costs = _costs(given, num_stages)
+    plain = costs.slowed(1.0)  # in floats
     rooms = _rooms(room, ranks, costs, microbatches)
-    whole = tuple(map(sum, zip(*(costs[name] for name in _TIMES[:3]), strict=True)))
-    owners = [owner] if owner else placements(whole, ranks)
-    plain = StageCosts(*(tuple(map(float, each)) for each in costs.values()))
+    owners = [owner] if owner else placements(plain.whole, ranks)
     works = _with_room([StepWork(plain, each, microbatches, rooms, (split,) * num_stages) for each in owners])
     named = _named(works, ranks, microbatches)
     best = _search(works, named, int(effort))
     made = Schedule(AUTO, best.work.action_rows(best.rows), best.work.owner)
-    return min([made, *named], key=lambda schedule: _makespan(schedule, costs))
-
-
-def _makespan(schedule: Schedule, costs: Mapping[str, tuple[Number, ...]]) -> Number:
-    forward, input_grad, weight_grad, transfer = (costs[name] for name in _TIMES)
-    return simulate(schedule, forward=forward, input_grad=input_grad, weight_grad=weight_grad, transfer=transfer).makespan
+    return min([made, *named], key=lambda schedule: Simulation(schedule, costs).makespan)
 
 
 def _owner(stage_to_rank: Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:
@@ -127,19 +122,20 @@ def _owner(stage_to_rank: Sequence[int] | None, num_ranks: int) -> tuple[int, ..
     return owner
 
 
-def _costs(given: Mapping[str, object], num_stages: int) -> dict[str, tuple[Number, ...]]:
+def _costs(given: Mapping[str, object], num_stages: int) -> StepCosts:
     found = {name: per_stage(value, num_stages, name == "transfer") for name, value in given.items()}
     if wrong := [f"{name}={given[name]!r}" for name, costs in found.items() if costs is None]:
         rule = "a cost is a finite number of at least 0, or a sequence of one a stage"
         fix = f"pass one number, or {num_stages} of them (transfer: {num_stages - 1} will do)"
         raise ScheduleError(_WHERE, rule, wrong, fix)
-    return {name: costs or () for name, costs in found.items()}
+    forward, input_grad, weight_grad, transfer, kept = (costs or () for costs in found.values())
+    return StepCosts({Kind.F: forward, Kind.I: input_grad, Kind.W: weight_grad}, transfer=transfer, residuals=kept)
 
 
-def _rooms(room: object, num_ranks: int, costs: Mapping[str, tuple[Number, ...]], num_microbatches: int) -> tuple[float, ...]:
+def _rooms(room: object, num_ranks: int, costs: StepCosts, num_microbatches: int) -> tuple[float, ...]:
     """What each rank has room for."""
     if room is None:
-        return (float(num_microbatches * sum(costs["residuals"])),) * num_ranks
+        return (float(num_microbatches * sum(costs.residuals)),) * num_ranks
     found = [float(each) for each in items_of(room, num_ranks) if is_cost(each)]
     if len(found) != num_ranks or len(items_of(room, num_ranks)) != num_ranks:
         rule = "room is a finite number of at least 0, or a sequence of one a rank"

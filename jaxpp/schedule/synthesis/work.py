@@ -13,24 +13,10 @@ from typing import NamedTuple
 
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.clock import ActionRow
+from jaxpp.schedule.costs import StepCosts
 
 NumberedRows = Sequence[Sequence[int]]
 FORTH, BACK, WEIGHT = range(3)  # the kinds of actions; BACK is I of a stage that is split, and B of one that is not
-
-
-class StageCosts(NamedTuple):
-    """What each stage takes for one microbatch, in one unit of time, and the bytes of its residuals."""
-
-    forward: tuple[float, ...]
-    input_grad: tuple[float, ...]
-    weight_grad: tuple[float, ...]
-    transfer: tuple[float, ...]  # between stages s and s + 1 on different ranks
-    residuals: tuple[float, ...]
-
-    @property
-    def whole(self) -> tuple[float, ...]:
-        """What each stage computes for a microbatch."""
-        return tuple(map(sum, zip(*self[:3], strict=True)))
 
 
 class Starts(NamedTuple):
@@ -64,7 +50,7 @@ def in_order(rows: Iterable[ActionRow]) -> tuple[ActionRow, ...]:
 class StepWork:
     """All actions of a step; that of a kind, stage and microbatch has the number ``(kind * S + stage) * M + microbatch``."""
 
-    costs: StageCosts
+    costs: StepCosts  # of actions, transfers and residuals
     owner: tuple[int, ...]  # the rank of each stage
     num_microbatches: int
     room: tuple[float, ...]  # for residuals, on each rank
@@ -89,7 +75,7 @@ class StepWork:
     @cached_property
     def durations(self) -> tuple[tuple[float, ...], ...]:
         """What the actions of each kind and stage take."""
-        forward, inner, weight, *_ = self.costs
+        forward, inner, weight = (self.costs.actions[kind] for kind in (Kind.F, Kind.I, Kind.W))
         back = (i + w * (not split) for i, w, split in zip(inner, weight, self.split, strict=True))
         return forward, tuple(back), tuple(w * split for w, split in zip(weight, self.split, strict=True))
 
