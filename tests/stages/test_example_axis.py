@@ -595,6 +595,9 @@ TOLD = {
     "sums on the way": lambda p, b: jax.lax.scan(lambda c, x: (c + x, c + x), 0.0, losses(p, b))[1].mean(),
     "the size and one": lambda p, b: losses(p, b).sum() / (len(b["x"]) + 1),
     "a count with a guard and a term": lambda p, b: (losses(p, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-3) + p["a"].var(),
+    "a share with a guard and a term": lambda p, b: (
+        (losses(p, b) * b["mask"]).mean() / jnp.maximum(b["mask"].mean(), 0.6) + p["a"].var()
+    ),
     "a mean for each class": lambda p, b: (
         (losses(p, b)[:, None] * jax.nn.one_hot(b["y"], 5)).sum(0) / (jax.nn.one_hot(b["y"], 5).sum(0) + 1)
     ).mean(),
@@ -671,6 +674,8 @@ def test_a_loss_that_microbatches_change_is_told_whatever_it_closes_over(name):
     merge = merged(TOLD[name])
     assert differs(TOLD[name], merge)
     assert "num_microbatches=1" in str(merge.warning)
+    if "guard" in name:
+        assert 'weight="auto" finds no count' in str(merged(TOLD[name], weight="auto").warning)
 
 
 @pytest.mark.parametrize("name", COUNTED)

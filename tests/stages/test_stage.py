@@ -429,6 +429,7 @@ def test_a_gradient_that_falls_out_of_i_is_summed_there_and_needs_no_w():
 
 @pytest.mark.parametrize("schedule", ["zb-h1", Schedule("mixed", ["0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1B1 1W0"])])
 @pytest.mark.parametrize("width", [4, 64], ids=["packed", "unpacked"])
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")  # a row of the parameter for each row of a microbatch
 def test_a_parameter_whose_gradient_is_the_cotangent_itself(schedule, width):
     def loss_fn(params, x):
         x = x @ params["w"]
