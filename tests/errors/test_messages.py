@@ -151,6 +151,13 @@ CASES = {
     ),
     "no devices": (lambda: grad(devices=[]), ArgumentError, "at least one device", "leave devices out"),
     "a weight that is no scalar": (lambda: grad(weight=lambda b: b["y"]), LossError, "one scalar a microbatch", "f32[3,2]"),
+    "weights of a sum": (
+        lambda: grad(weight=lambda b: b["y"].sum(), reduction="sum"),
+        ArgumentError,
+        'weight, reduction="sum"',
+        "weights are those of a mean, and a sum has none",
+        "leave weight out",
+    ),
     "a loss that is no function": (lambda: grad("loss"), ArgumentError, "a function of (params, batch[, key])", "'loss'"),
     "jit": (
         lambda: jax.jit(jaxpp.value_and_grad(loss_fn, num_stages=2))(PARAMS, BATCH),
