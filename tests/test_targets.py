@@ -149,6 +149,11 @@ def test_counts_are_whole_numbers_and_both_are_told():
     assert message("h100", 1.5, hosts=0)[1:3] == ["  Got: num_devices=1.5", "       hosts=0."]
 
 
+def test_one_device_is_meant_unless_a_number_is_said(monkeypatch):
+    monkeypatch.setattr(jaxpp.targets, "_devices", lambda found, num_devices, hosts: (found.name, num_devices, hosts))
+    assert [jaxpp.targets.target(*given) for given in (["h100"], ["h100", 3])] == [("h100", 1, 1), ("h100", 3, 1)]
+
+
 def test_hosts_share_the_devices_equally():
     assert message("h100", 8, hosts=3) == [
         "target('h100', 8, hosts=3): each host has the same number of devices.",

@@ -54,6 +54,33 @@ def test_the_blocks_of_a_page_pasted_in_order_run_and_print_what_stands_below_th
     blocks.keep(ran, name_of(page), ROOT / "build" / "blocks")  # for the pages
 
 
+OTHERS = "PyTorch", "DeepSpeed", "Megatron Core", "praxis", "JaxPP"
+"""Libraries whose code stands on our pages, each time with its version."""
+
+
+@pytest.mark.pages
+def test_code_on_a_page_is_run_or_says_whose_it_is():
+    scripts = {"train.py, on every host", "train.py, on a laptop", "with the extra targets"}
+    wrong = []
+    for page in PAGES:
+        for fence in re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)[::2]:
+            title = re.fullmatch(r' \{ \.python title="(.*?)" \}', fence)
+            theirs = title and (title[1] in scripts or title[1].startswith(OTHERS))
+            if fence not in ("python", 'python title="jaxpp"', "text", "sh") and not theirs:
+                wrong.append((name_of(page), fence))
+    assert not wrong
+
+
+@pytest.mark.pages
+def test_the_numbers_of_the_page_of_limits_are_those_of_the_experiments():
+    rows = re.findall(r"^\| .*? \| (.*?) \| \[\w+\]\(experiments/(\w+)\.md\) \|$", (DOCS / "limits.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 6
+    for quoted, experiment in rows:
+        measured = (ROOT / "experiments" / experiment / "README.md").read_text()
+        for number in re.findall(r"\d[\d.]*\d|\d", quoted):
+            assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", measured), f"experiments/{experiment} has no {number}"
+
+
 @pytest.mark.pages
 def test_the_script_for_several_hosts_runs_in_two_processes_as_it_would_on_a_laptop(tmp_path):
     parts = re.findall(SCRIPT, (DOCS / "guide" / "hosts.md").read_text(), re.DOTALL | re.MULTILINE)

@@ -108,6 +108,7 @@ WITH_MESH = {
     "callbacks": (called_back, nullcontext),
     "partitioning of its own": (partitioned, nullcontext),
 }
+CONSTRAINED = [WITH_MESH[name][0] for name in ("a bare spec", "the whole mesh", "the mesh that is set", "an abstract mesh")]
 SHORT = {"a bare spec", "the mesh that is set", "a map over the whole mesh", "callbacks"}
 
 
@@ -120,6 +121,10 @@ def test_on_a_mesh_it_equals_the_plain_step(case):
         state = pipe.init(params(), BATCH)
         pipe.step(state, BATCH)
         after = pipe.step(pipe.init(params(), BATCH), BATCH)[0].params
+    if between in CONSTRAINED:  # which changes no value: the programs have it too
+        (cut,) = pipe.engine.preparer.step(BATCH, None).cuts
+        for stage in cut.stages:
+            assert "sharding_constraint" in str(jax.make_jaxpr(stage.forward.function)(*stage.forward.avals))
     alone = chain(doubled if case in ("a mesh is set, and nobody asks", "a rule of its own") else _alone(case))
     grads = jax.grad(alone)(params(), BATCH)
     for name, leaf in params().items():

@@ -1,5 +1,7 @@
 """Bad input is refused before any device work, in the template, with where, rule, got and fix."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from jaxpp.errors import (
     ParamsError,
     ScheduleError,
     StateError,
+    warn,
 )
 
 PARAMS = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 2))}
@@ -148,6 +151,13 @@ CASES = {
     ),
     "no devices": (lambda: grad(devices=[]), ArgumentError, "at least one device", "leave devices out"),
     "a weight that is no scalar": (lambda: grad(weight=lambda b: b["y"]), LossError, "one scalar a microbatch", "f32[3,2]"),
+    "weights of a sum": (
+        lambda: grad(weight=lambda b: b["y"].sum(), reduction="sum"),
+        ArgumentError,
+        'weight, reduction="sum"',
+        "weights are those of a mean, and a sum has none",
+        "leave weight out",
+    ),
     "a loss that is no function": (lambda: grad("loss"), ArgumentError, "a function of (params, batch[, key])", "'loss'"),
     "jit": (
         lambda: jax.jit(jaxpp.value_and_grad(loss_fn, num_stages=2))(PARAMS, BATCH),
@@ -227,6 +237,16 @@ def test_a_state_of_another_model_is_refused():
 def test_an_optimizer_that_is_none_is_refused():
     with pytest.raises(ArgumentError, match="an optax transformation"):
         jaxpp.Pipeline(loss_fn, 0.1, num_stages=2)
+
+
+def test_a_warning_is_at_the_users_line_however_deep_inside_the_library_it_is_given():
+    code = "def outer(depth):\n    outer(depth - 1) if depth else warn(jaxpp.DevicesWarning('idle'))"
+    inside = {"warn": warn, "jaxpp": jaxpp}
+    exec(compile(code, str(pathlib.Path(jaxpp.__file__).with_name("inside.py")), "exec"), inside)  # noqa: S102  (a module of the library)
+    for depth in range(3):
+        with pytest.warns(jaxpp.DevicesWarning) as found:
+            inside["outer"](depth)
+        assert found[0].filename == __file__
 
 
 def test_every_error_is_a_value_error():

@@ -263,6 +263,14 @@ def test_the_kernels_of_a_gpu_are_runs_of_their_programs_by_the_calls_that_launc
     assert alone.of_program == {f: [Run(1e-7, 1.5e-7)], g: [Run(1.51e-7, 1.7e-7)]}, "two behind each other look like one"
 
 
+def test_a_line_of_whole_programs_has_their_runs():
+    ran = [event("jit_f(7)", 300, 400), event("jit_f(7)", 100, 200), event("jit_g(8)", 210, 250)]
+    device = plane("/device:TPU:1", line("XLA Modules", *ran))
+    found = runs_in(types.SimpleNamespace(planes=[plane("/host:CPU", line("python3", event(STEP, 50, 500))), device]))
+    f, g = (1, "f", "jit_f(7)"), (1, "g", "jit_g(8)")
+    assert found == Runs({f: [Run(1e-7, 2e-7), Run(3e-7, 4e-7)], g: [Run(2.1e-7, 2.5e-7)]}, [5e-8])
+
+
 def event(name, start, end, **stats):
     return types.SimpleNamespace(name=name, start_ns=start, end_ns=end, stats=list(stats.items()))
 

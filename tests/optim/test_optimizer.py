@@ -2,6 +2,7 @@
 
 import inspect
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import OptimizerError
-from jaxpp.optim.owners import plan_update
+from jaxpp.optim.owners import open_conditions, plan_update
+from jaxpp.stages.graph import trace
+from jaxpp.stages.jaxpr import kind_of
 from jaxpp.verify import compare
 from tests.models import PARAMS, X, gpt_case, loss_fn, mlp_case, pipeline
 
@@ -221,3 +224,19 @@ def test_an_optimizer_that_would_move_large_arrays_is_refused_and_says_which():
     mixing = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     with pytest.raises(OptimizerError, match=r"add: f32\[1500\] of stage \d, f32\[1500\] of stage \d"):
         levels(mixing)
+
+
+def test_conditions_are_opened_to_a_choice_among_the_results_of_all_branches():
+    def update(which, x):
+        def chosen(x):
+            return jax.lax.cond(which > 1, lambda x: (3 * x, x + 1), lambda x: (x - 1, 2 * x), x)
+
+        return jax.lax.switch(which, [lambda x: (x, x), chosen, chosen], x)
+
+    x = jnp.arange(3.0)
+    graph, _ = trace(update, 0, x)
+    opened = open_conditions(graph)
+    assert "cond" in map(kind_of, graph.eqns) and "cond" not in map(kind_of, opened.eqns)
+    run = opened.function(range(len(opened.eqns)), opened.inputs, opened.outputs)
+    for which in range(3):
+        chex.assert_trees_all_equal(tuple(run(jnp.int32(which), x)), update(which, x))

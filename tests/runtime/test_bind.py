@@ -88,3 +88,14 @@ def test_what_a_program_may_take_over_is_copied_before_it_crosses_to_another_pro
     assert shapes.may_be_taken(source)
     assert not shapes.may_be_taken(kept)
     assert all(shapes.may_be_taken(Name(0, Ref(role))) for role in (Role.PARAM, Role.OPT, Role.STATE, Role.LOSS_SCALE))
+
+
+def test_a_process_runs_nothing_of_what_other_processes_do_among_themselves(monkeypatch):
+    builder, result = fanned_out(1), Name(0, Ref(Role.VALUE, 1))
+    builder.send("send to 1", result, Name(1, X))
+    bound = bind_lines(builder, placement(0, 1))
+    assert [line.is_send for line in bound.lines] == [True, False, True]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert bound.here({}, [])[0].lines == bound.lines
+    monkeypatch.setattr(jax, "process_index", lambda: 1)  # all devices are of process 0
+    assert bound.here({}, [])[0].lines == ()

@@ -158,6 +158,15 @@ def test_three_ranks_on_shared_cores_worked_by_hand(capacity, span):
     assert makespan(times) == span
 
 
+def test_a_rank_that_starts_while_others_share_cores_takes_of_what_is_left_of_them():
+    # Three forwards of 6 on two cores have done 2 each at 3, when a fourth, of 1, is handed over: half a core each, until 5 (3 are
+    # left of each), then 2/3.
+    actions = [Action(0, Kind.F, k) for k in range(4)]
+    durations, handed = (dict(zip(actions, values, strict=True)) for values in ((6, 6, 6, 1), (0, 0, 0, 3)))
+    times = replay([[action] for action in actions], (0,), Timing(durations, dispatched=handed, capacity=Fraction(2)))
+    assert times.ends == ((Fraction(19, 2),),) * 3 + ((5,),)
+
+
 def test_a_ring_on_shared_cores_takes_the_work_over_the_cores():
     schedule = ring(num_ranks=4, num_groups=4, num_turns=8)
     shared = simulate(schedule, capacity=2, transfer=[0, 0, 0, Fraction(1, 2)])

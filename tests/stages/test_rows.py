@@ -13,6 +13,9 @@ from jax.sharding import Mesh, PartitionSpec
 import jaxpp
 from jaxpp.errors import CutError
 from jaxpp.observe.memory.ledger import live_bytes
+from jaxpp.stages.graph import live, trace
+from jaxpp.stages.jaxpr import kind_of
+from jaxpp.stages.layers import place_rows
 from jaxpp.verify import compare, oracle
 
 WIDTH = 6
@@ -108,6 +111,16 @@ READS = {
     "dynamic": lambda w: [jax.lax.dynamic_index_in_dim(w, i, keepdims=False) for i in range(4)],
     "taken": lambda w: [jnp.take(w, i, axis=0) for i in range(4)],
 }
+
+
+def test_rows_that_are_read_of_slices_are_those_of_the_whole():
+    parts = [jnp.arange(8.0).reshape(2, 4), 8 + jnp.arange(8.0).reshape(2, 4)]
+    for name, read in READS.items():
+        graph, _ = trace(lambda *parts, read=read: read(jnp.concatenate(parts)), *parts)
+        placed = live(place_rows(graph, graph.inputs))
+        assert "concatenate" not in [kind_of(eqn) for eqn in placed.eqns] or name == "part of a row", name
+        found = placed.function(range(len(placed.eqns)), placed.inputs, placed.outputs)(*parts)
+        chex.assert_trees_all_equal(found, read(jnp.concatenate(parts)))
 
 
 @pytest.mark.long

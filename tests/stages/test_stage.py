@@ -443,3 +443,16 @@ def test_a_parameter_whose_gradient_is_the_cotangent_itself(schedule, width):
     loss, _, grads = oracle(loss_fn, params, batch, None, 2)
     compare("loss", found_loss, loss)
     compare("grads", found, grads, floor=GRAD_FLOOR)
+
+
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_the_loss_gets_a_key_of_the_kind_that_was_given(kind):
+    seen = []
+
+    def loss_fn(params, batch, key):
+        seen.append(str(jax.random.key_impl(key)))
+        return (params * batch * jax.random.normal(key, batch.shape)).mean()
+
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=kind))
+    trace_loss(loss_fn, jnp.ones(4), jnp.ones((2, 4)), key, has_aux=False)
+    assert set(seen) == {kind}

@@ -687,3 +687,11 @@ def test_sets_with_more_and_with_fewer_layers_are_cut_where_the_shared_parameter
     for task in ("t0", "short", "t2", "short"):
         pipe.verify(state, DATA[0], task=task)
         state, _ = pipe.step(state, DATA[0], task=task)
+
+
+def test_a_stage_of_a_replica_that_is_in_several_processes_is_refused(monkeypatch):
+    answers = iter([True, False])  # of two leaves of a set, one is not whole here
+    monkeypatch.setattr("jaxpp.tasks.runner.is_whole_here", lambda home: next(answers))
+    with pytest.raises(jaxpp.errors.BankError, match="each stage of a replica is in one process") as error:
+        opened(jaxpp.Bank(sets(1), OWN))
+    assert "Fix: put the axis model of the mesh inside the hosts." in str(error.value)

@@ -1,0 +1,60 @@
+"""A step in flow: its lines are divided into what the next step's forwards wait for, and the rest."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpp.plan.builder import Builder, Name
+from jaxpp.plan.flow import in_flow
+from jaxpp.schedule import make
+from jaxpp.schedule.action import Action, Kind
+from jaxpp.stages.program import Program, Ref, Role
+
+PARAM, NEW, LOSS = Name(0, Ref(Role.PARAM)), Name(0, Ref(Role.PARAM, 1)), Name(0, Ref(Role.VALUE, 9))
+PROGRAM = Program(lambda x: [x], (Ref(Role.VALUE),), (Ref(Role.VALUE, 1),), (jax.ShapeDtypeStruct((), jnp.float32),), name="any")
+
+
+def kept(microbatch):
+    return Name(0, Ref(Role.RESIDUAL), microbatch)
+
+
+def grad(microbatch):
+    return Name(0, Ref(Role.GRAD), microbatch)
+
+
+def lines():
+    """Two forwards, two backwards of which the second gives the loss, and an update."""
+    builder = Builder()
+    for k in range(2):
+        builder.compute(f"F{k}", PROGRAM, 0, [PARAM], [kept(k)], (), Action(0, Kind.F, k))
+    for k, more in enumerate([[], [LOSS]]):
+        builder.compute(f"B{k}", PROGRAM, 0, [kept(k)], [grad(k), *more], (), Action(0, Kind.B, k))
+    builder.compute("update", PROGRAM, 0, [PARAM, grad(0), grad(1)], [NEW], (0,))
+    return builder.lines
+
+
+SCHEDULE = make("gpipe", num_ranks=1, num_microbatches=2)
+
+
+@pytest.mark.parametrize(("results", "body"), [([], ["F0", "F1"]), ([LOSS], ["F0", "F1", "B1"]), ([grad(0)], ["F0", "F1", "B0"])])
+def test_the_body_is_all_up_to_the_last_forward_with_what_the_caller_is_told_and_nothing_else(results, body):
+    found, flow = in_flow(lines(), ["device"], SCHEDULE, {}, results)
+    labels = [line.label for line in found]
+    assert sorted(labels[: flow.body]) == sorted(body)
+    assert sorted(labels) == ["B0", "B1", "F0", "F1", "update"] and labels[-1] == "update"
+    assert flow.late == {name for line in found[flow.body :] for name in line.outputs}
+
+
+def test_a_step_whose_forwards_read_what_its_update_makes_is_not_in_flow():
+    assert in_flow(lines(), ["device"], SCHEDULE, {PARAM: NEW}, []) == (lines(), None)
+
+
+def test_every_line_of_every_step_is_handed_over_once_and_in_its_order():
+    found, flow = in_flow(lines(), ["device"], SCHEDULE, {}, [])
+    handed = list(flow.lines(3))
+    assert sorted(handed) == [(step, line) for step in range(3) for line in range(len(found))]
+    for step in range(3):
+        assert [line for number, line in handed if number == step] == list(range(len(found)))
+    starts = [handed.index((step, 0)) for step in range(3)]
+    ends = [handed.index((step, len(found) - 1)) for step in range(3)]
+    assert starts == sorted(starts) and ends == sorted(ends)
