@@ -28,7 +28,7 @@ from jaxpp.plan.builder import CALLER, Constant, Line, Name
 from jaxpp.plan.microbatch_weights import given_weights, weigh
 from jaxpp.plan.step import Leaves, Step, given_names, param_name, state_name
 from jaxpp.plan.visits import waiting
-from jaxpp.runtime.compile import Programs
+from jaxpp.runtime.compile import Programs, trace_context
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
 from jaxpp.runtime.place import Placement, undivided_warnings
 from jaxpp.runtime.replica_groups import ReplicaGroups
@@ -466,6 +466,7 @@ class Placed:
     scales: tuple[Aval, ...]  # the shape of each leaf of the loss scale
     waiting: frozenset[Role] = frozenset()  # the roles of what waits in host memory between steps
     delay: int = 0  # how many steps the gradients of a step are late
+    traced_under: Hashable = None  # the options of JAX under which the optimizer was traced
 
     @cached_property
     def placement(self) -> Placement:
@@ -549,7 +550,7 @@ def place_leaves(options: Options, optimizer: optax.GradientTransformation | Non
         leaves = [len(jax.tree.leaves(part)) for part in opt_state]
         own |= {(Role.OPT, leaves[0] + k) for k in range(leaves[1])}
     known |= {"opt_specs": specs, "own": frozenset(own if replicated else ())}
-    return Placed(layout, options.placement, known, update, scales, options.waiting, options.delay)
+    return Placed(layout, options.placement, known, update, scales, options.waiting, options.delay, trace_context())
 
 
 def with_previous(lines: Sequence[Line], stale: Collection[int]) -> list[Line]:

@@ -3,8 +3,11 @@
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+import jax
+
 from jaxpp.engine.outcome import LoweredStep, Outcome
 from jaxpp.errors import StateError
+from jaxpp.errors.user_mesh import set_aside
 from jaxpp.plan.flow import Flow
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.execute import Observer, Slots, dispatch
@@ -34,7 +37,8 @@ class Tail:
         """What the step returns, handed over now unless that was done."""
         self._check()
         if self._outcome is None:
-            with held():  # Ctrl-C waits, as in an update
+            # Ctrl-C waits, as in an update; and a function that looks at a state while JAX traces it sees arrays.
+            with set_aside(), jax.ensure_compile_time_eval(), held():
                 return self._finished(observer)
         return self._outcome
 

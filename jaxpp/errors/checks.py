@@ -8,6 +8,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors.tracebacks import current_trace
 from jaxpp.types import Device, Tree
 
 
@@ -109,8 +110,17 @@ def _those_devices(devices: object, found: Sequence[object]) -> str:
 
 
 def refuse_tracers(where: str, *trees: Tree) -> None:
-    """Refuse to run inside a transformation of JAX, where arguments are traced."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees)):
+    """Refuse to run inside a transformation of JAX, where arguments are traced, or all that is computed is."""
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
+    if traced or is_traced():
         rule = "a pipeline runs programs on several devices itself, so it cannot run inside jax.jit, jax.grad or jax.vmap"
         fix = f"call {where.partition('(')[0]} outside of these (it compiles what it runs itself), and jit what comes after it"
-        raise ArgumentError(where, rule, "a traced argument", fix)
+        raise ArgumentError(where, rule, "a traced argument" if traced else "a call in a function that JAX traces", fix)
+
+
+def is_traced() -> bool:
+    """Whether what is computed here becomes an equation of a function that JAX traces, even where no argument of it is traced."""
+    return type(current_trace()) is not _EAGER and isinstance(jax.lax.neg(np.float32(0)), Tracer)
+
+
+_EAGER = type(current_trace())  # how JAX computes where nothing is traced
