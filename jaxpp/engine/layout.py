@@ -72,6 +72,20 @@ class ModelStateWarning(UserWarning):
     """Running statistics are among the parameters, where the optimizer changes them and the model does not."""
 
 
+class OffloadWarning(UserWarning):
+    """A ``jax.checkpoint`` in the model sends residuals to host memory, and a pipeline keeps them on the device."""
+
+
+def _offloading(loss: TracedLoss) -> OffloadWarning | None:
+    """Warns of residuals that a policy in the model would send to host memory, where programs of a stage do not pass them on."""
+    if not loss.num_offloading:
+        return None
+    rule = "what a checkpoint policy in the model offloads stays on the device, where residuals go from program to program"
+    got = f"{loss.num_offloading} jax.checkpoint (or loops with one inside) with an offloading policy"
+    fix = 'pass remat="offload" to the pipeline, which lets residuals wait in host memory, and take the policy out of the model'
+    return OffloadWarning(f"loss_fn: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
+
+
 def _trained_statistics(params: Params, frozen: frozenset[int]) -> ModelStateWarning | None:
     """Warns of running statistics among the parameters, by Flax's names for them; not of those that the optimizer leaves alone."""
 
@@ -263,7 +277,7 @@ class _Layouts:
             parts=parts,
             divided=divided,
             scattered=self._scattered(parts, {ref.index for code in first.stages for pack in code.packs for ref in pack.members}),
-            warnings=tuple(filter(None, (options.devices_warning, *idle, trained, unevenness, merge.warning))),
+            warnings=tuple(filter(None, (options.devices_warning, *idle, trained, unevenness, _offloading(loss), merge.warning))),
             weight=merge.weight,
             state_slicing=state_slicing,
             untrained=frozenset(slicing.leaves(untrained_leaves(given[0], options.trains))),
