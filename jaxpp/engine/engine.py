@@ -19,6 +19,7 @@ from jaxpp.engine.made_to_measure import made_for
 from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves, with_reports
 from jaxpp.engine.tail import Tail
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes, shapes_key
+from jaxpp.errors import StateError
 from jaxpp.optim.update import Update, add_update, flat
 from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Builder, Name
@@ -28,7 +29,7 @@ from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Leaves, Step, state_name, total_name
 from jaxpp.plan.visits import Visits, early, here
 from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
-from jaxpp.runtime.compile import Programs
+from jaxpp.runtime.compile import Programs, trace_context
 from jaxpp.runtime.debug_nans import NanCheck, flags
 from jaxpp.runtime.edges import HOST_MEMORY, at_replica, put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.runtime.execute import Observer, dispatch, execute, first_slots, limit_of
@@ -41,7 +42,7 @@ from jaxpp.schedule.registry import AUTO, with_microbatches
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.floating import has_gradient
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.jaxpr import calls_host
+from jaxpp.stages.jaxpr import calls_host, describe, shapes_of
 from jaxpp.stages.loss.microbatch import Microbatches, batch_avals
 from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.remat import RematPolicy
@@ -74,6 +75,9 @@ class Engine:
         self._limit = limit_of(self.placement)
         self._shapes = LRU[_AtShape](self.options.max_shapes)
         self._by_count = LRU[Engine](self.options.max_shapes)
+        self._updates = LRU[Update](self.options.max_shapes)
+        if self.placed.update is not None:
+            self._updates.put(self.placed.traced_under, self.placed.update)
         # What all processes have agreed on. Plans are no measure of that: a process may forecast a step that the others do not.
         self._agreed = LRU[dict[Hashable, Agreement]](self.options.max_shapes)
 
@@ -156,9 +160,21 @@ class Engine:
 
     @property
     def update(self) -> Update:
-        """The optimizer, placed."""
-        assert self.placed.update is not None, "value_and_grad has no optimizer, and no updates"
-        return self.placed.update
+        """The optimizer, placed; traced again under other options of JAX than those under which the state was laid out."""
+        first = self.placed.update
+        assert first is not None, "value_and_grad has no optimizer, and no updates"
+        return self._updates.get_or_make(trace_context(), lambda: self._traced_again(first))
+
+    def _traced_again(self, first: Update) -> Update:
+        found = place_leaves(self.options, self.optimizer, self.layout, self.preparer.first_cut).update
+        assert found is not None, "there is an optimizer"
+        had, has = (shapes_of(update.init_graph.outputs) for update in (first, found))
+        if (first.tree, first.opt_owner, had) != (found.tree, found.opt_owner, has):
+            rule = "a state is trained under the options of JAX that decide its types as they were when init made it"
+            changed = [f"{describe(a)} becomes {describe(b)}" for a, b in zip(had, has, strict=False) if a != b]
+            fix = "set jax_enable_x64 and the like before init, or call init again"
+            raise StateError("state", rule, changed or "an optimizer state of another structure", fix)
+        return found
 
     @property
     def slicing(self) -> Slicing:

@@ -29,7 +29,7 @@ from jaxpp.plan.builder import CALLER, Constant, Line, Name
 from jaxpp.plan.microbatch_weights import given_weights, weigh
 from jaxpp.plan.step import Leaves, Step, given_names, param_name, state_name
 from jaxpp.plan.visits import waiting
-from jaxpp.runtime.compile import Programs
+from jaxpp.runtime.compile import Programs, trace_context
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
 from jaxpp.runtime.place import Placement, undivided_warnings
 from jaxpp.runtime.replica_groups import ReplicaGroups
@@ -72,6 +72,20 @@ from jaxpp.types import Aval, Batch, Home, Key, LossFn, Params, Tree
 
 class ModelStateWarning(UserWarning):
     """Running statistics are among the parameters, where the optimizer changes them and the model does not."""
+
+
+class OffloadWarning(UserWarning):
+    """A ``jax.checkpoint`` in the model sends residuals to host memory, and a pipeline keeps them on the device."""
+
+
+def _offloading(loss: TracedLoss) -> OffloadWarning | None:
+    """Warns of residuals that a policy in the model would send to host memory, where programs of a stage do not pass them on."""
+    if not loss.num_offloading:
+        return None
+    rule = "what a checkpoint policy in the model offloads stays on the device, where residuals go from program to program"
+    got = f"{loss.num_offloading} jax.checkpoint (or loops with one inside) with an offloading policy"
+    fix = 'pass remat="offload" to the pipeline, which lets residuals wait in host memory, and take the policy out of the model'
+    return OffloadWarning(f"loss_fn: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
 
 
 def _trained_statistics(params: Params, frozen: frozenset[int]) -> ModelStateWarning | None:
@@ -265,7 +279,7 @@ class _Layouts:
             parts=parts,
             divided=divided,
             scattered=self._scattered(parts, {ref.index for code in first.stages for pack in code.packs for ref in pack.members}),
-            warnings=tuple(filter(None, (options.devices_warning, *idle, trained, unevenness, merge.warning))),
+            warnings=tuple(filter(None, (options.devices_warning, *idle, trained, unevenness, _offloading(loss), merge.warning))),
             weight=merge.weight,
             state_slicing=state_slicing,
             untrained=frozenset(slicing.leaves(untrained_leaves(given[0], options.trains))),
@@ -470,6 +484,7 @@ class Placed:
     scales: tuple[Aval, ...]  # the shape of each leaf of the loss scale
     waiting: frozenset[Role] = frozenset()  # the roles of what waits in host memory between steps
     delay: int = 0  # how many steps the gradients of a step are late
+    traced_under: Hashable = None  # the options of JAX under which the optimizer was traced
 
     @cached_property
     def placement(self) -> Placement:
@@ -553,7 +568,7 @@ def place_leaves(options: Options, optimizer: optax.GradientTransformation | Non
         leaves = [len(jax.tree.leaves(part)) for part in opt_state]
         own |= {(Role.OPT, leaves[0] + k) for k in range(leaves[1])}
     known |= {"opt_specs": specs, "own": frozenset(own if replicated else ())}
-    return Placed(layout, options.placement, known, update, scales, options.waiting, options.delay)
+    return Placed(layout, options.placement, known, update, scales, options.waiting, options.delay, trace_context())
 
 
 def with_previous(lines: Sequence[Line], stale: Collection[int]) -> list[Line]:

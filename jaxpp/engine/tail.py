@@ -9,8 +9,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 
+import jax
+
 from jaxpp.engine.outcome import LoweredStep, Outcome
 from jaxpp.errors import StateError
+from jaxpp.errors.user_mesh import set_aside
 from jaxpp.plan.flow import Flow
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.execute import Observer, Slots, dispatch
@@ -49,7 +52,10 @@ class Tail:
         """What the step returns, handed over now unless that was done."""
         with held(), self.lock:  # Ctrl-C waits, as in an update
             self._check()
-            return self._finished(observer)
+            if self._outcome is not None:
+                return self._outcome
+            with set_aside(), jax.ensure_compile_time_eval():  # a function that looks at a state while JAX traces it sees arrays
+                return self._finished(observer)
 
     def beside(self, plan: Plan, flow: Flow, slots: Slots, observer: Observer | None = None) -> Outcome[Array]:
         """Hand over the rest between the lines of the next step's body, which has these slots; what this step returns.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxpp.errors import ArgumentError, JaxppError, LossError, shown
 from jaxpp.options import Options
+from jaxpp.runtime.compile import trace_context
 from jaxpp.runtime.place import axes_in
 from jaxpp.stages.axes import ONE_DEVICE, RankAxes
 from jaxpp.stages.cuts.balance import Cuts
@@ -55,9 +56,10 @@ def same_shapes(known: Tree, tree: Tree) -> bool:
 
 
 def shapes_key(batch: Batch, key: object) -> Hashable:
-    """The shapes and dtypes of a batch and a key, by which steps and cuts are kept."""
+    """The shapes and dtypes of a batch and a key, and the options of JAX, by which steps and cuts are kept."""
     leaves, tree = jax.tree.flatten(batch)
-    return tree, tuple(map(_shape_of, leaves)), None if key is None else (_shape_of(key),)  # what is no key is not as without one
+    of_key = None if key is None else (_shape_of(key),)  # what is no key is not as without one
+    return tree, tuple(map(_shape_of, leaves)), of_key, trace_context()
 
 
 def _shape_of(leaf: Any) -> Hashable:

@@ -8,6 +8,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors.tracebacks import current_trace
 from jaxpp.types import Device, Tree
 
 
@@ -109,8 +110,24 @@ def _those_devices(devices: object, found: Sequence[object]) -> str:
 
 
 def refuse_tracers(where: str, *trees: Tree) -> None:
-    """Refuse to run inside a transformation of JAX, where arguments are traced."""
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees)):
+    """Refuse to run inside a transformation of JAX, where arguments are traced, or all that is computed is; and ``jax.Ref``s."""
+    leaves = jax.tree.leaves(trees)
+    if _REF and any(isinstance(leaf, _REF) for leaf in leaves):
+        paths = jax.tree_util.tree_leaves_with_path(trees)
+        got = [f"{jax.tree_util.keystr(path[1:]) or 'an argument'}: a jax.Ref" for path, leaf in paths if isinstance(leaf, _REF)]
+        rule, fix = "the programs of stages share no array that can be changed", "pass what it holds now, ref[...]"
+        raise ArgumentError(where, rule, got, fix)
+    traced = any(isinstance(leaf, Tracer) for leaf in leaves)
+    if traced or is_traced():
         rule = "a pipeline runs programs on several devices itself, so it cannot run inside jax.jit, jax.grad or jax.vmap"
         fix = f"call {where.partition('(')[0]} outside of these (it compiles what it runs itself), and jit what comes after it"
-        raise ArgumentError(where, rule, "a traced argument", fix)
+        raise ArgumentError(where, rule, "a traced argument" if traced else "a call in a function that JAX traces", fix)
+
+
+def is_traced() -> bool:
+    """Whether what is computed here becomes an equation of a function that JAX traces, even where no argument of it is traced."""
+    return type(current_trace()) is not _EAGER and isinstance(jax.lax.neg(np.float32(0)), Tracer)
+
+
+_REF: tuple[type, ...] = (jax.Ref,) if hasattr(jax, "Ref") else ()
+_EAGER = type(current_trace())  # how JAX computes where nothing is traced

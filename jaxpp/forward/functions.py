@@ -16,6 +16,7 @@ from jaxpp.engine.lru import LRU
 from jaxpp.engine.tracing import Tracing, avals_of
 from jaxpp.errors import CutError
 from jaxpp.options import Options
+from jaxpp.runtime.compile import trace_context
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cost import count_bytes
@@ -79,7 +80,7 @@ class Functions:
 
     def remember(self, name: Hashable, base: Engine, make: Callable[[], _T]) -> _T:
         """What was made before under this name, which has the ``id`` of ``base`` in it; or what is made now."""
-        return self._kept.get_or_make(name, lambda: (base, make()))[1]
+        return self._kept.get_or_make((name, trace_context()), lambda: (base, make()))[1]
 
 
 def _derived(

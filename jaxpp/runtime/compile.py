@@ -9,6 +9,7 @@ gradient added before the next. XLA for CPU drops ``optimization_barrier`` befor
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -98,6 +99,31 @@ def settings() -> Hashable:
     config: Any = jax.config  # whose flags checkers of types do not know
     names = getattr(config, "values", None)  # where JAX does not list them, nothing is taken for the same
     return object() if names is None else tuple(repr(getattr(config, name, None)) for name in sorted(names))
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Settled:
+    mark: object
+
+
+@functools.cache
+def _mark_of(settled: Hashable) -> object:
+    """What stands for settings, and is compared at once."""
+    del settled
+    return object()
+
+
+_SETTLED = jax.jit(lambda: _Settled(_mark_of(settings())))  # JAX traces it again under other options, as it does a user's function
+
+
+def trace_context() -> Hashable:
+    """A value that two moments have in common only if JAX traces functions to the same equations at both.
+
+    Which options decide that is JAX's to say: those under which ``jax.jit`` traces a function again, and the default kind of keys,
+    which ``jax.jit`` does not look at.
+    """
+    return jax.eval_shape(_SETTLED).mark, getattr(jax.config, "jax_default_prng_impl", None)
 
 
 class PlacedProgram(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpp.stages.axes import AxisEnv, RankAxes, axes_named, divides, moved, rules_in
 from jaxpp.stages.jaxpr import (
@@ -27,6 +27,7 @@ from jaxpp.stages.jaxpr import (
     module_path,
     new_variable,
     variables,
+    without_refs,
 )
 from jaxpp.types import Tree
 
@@ -122,7 +123,12 @@ def trace(
     """
     env = env if axes is None else axes.env
     made = jax.make_jaxpr(function, axis_env=env, return_shape=True)
-    closed, shapes = made(*args) if axes is None else axes.in_force(lambda: made(*args))
+
+    def of_values() -> tuple[ClosedJaxpr, Tree]:
+        closed, shapes = made(*args)
+        return without_refs(closed, env), shapes
+
+    closed, shapes = of_values() if axes is None else axes.in_force(of_values)
     said = False, ()
     if axes is not None:
         rules = rules_in(closed.jaxpr, axes) if differentiable else {}

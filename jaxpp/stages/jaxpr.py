@@ -7,17 +7,19 @@ in ``tests/stages/test_jaxpr.py``. Other files use ``eqns``, ``invars``, ``outva
 import dataclasses
 import functools
 import math
+import operator
 import pathlib
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding, use_abstract_mesh
 
+from jaxpp.errors import LossError
 from jaxpp.types import Aval, Leaf, Tree
 
 _T = TypeVar("_T")
@@ -50,7 +52,7 @@ ELEMENTWISE = frozenset(
 )  # Kinds that compute each element of the result from the elements at its own place alone
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 _COMPARISONS = frozenset({"max", "min", "clamp", "lt", "le", "gt", "ge", "reduce_window_max", "reduce_window_min"})
-_ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
+_ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print", "buffer_callback"})
 
 _OF_KERNELS = frozenset({"GridMapping", "BlockMapping"})  # Parameters of ``pallas_call`` with shapes and functions inside
 _SHAPED = type(jax.make_jaxpr(jax.lax.neg)(1.0).in_avals[0])
@@ -166,6 +168,160 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     values = [item for value in eqn.params.values() for item in (value if isinstance(value, (tuple, list)) else (value,))]
     bodies = [value.jaxpr if isinstance(value, ClosedJaxpr) else value for value in values]
     return [body for body in bodies if isinstance(body, Jaxpr)]
+
+
+def _changed_inside(jaxpr: Jaxpr, change: Callable[[JaxprEqn], JaxprEqn]) -> Jaxpr:
+    """A jaxpr with each equation changed, or, of one that is not, those of its bodies; the same one if nothing is."""
+    known: dict[Jaxpr, Jaxpr] = {}
+
+    def parameter(_: str, value: Tree) -> Tree:
+        if isinstance(value, ClosedJaxpr):
+            inner = body(value.jaxpr)
+            return value if inner is value.jaxpr else ClosedJaxpr(inner, value.consts)
+        return body(value) if isinstance(value, Jaxpr) else value
+
+    def inside(eqn: JaxprEqn) -> JaxprEqn:
+        return eqn if all(body(inner) is inner for inner in inner_jaxprs(eqn)) else with_params(eqn, parameter)
+
+    def body(jaxpr: Jaxpr) -> Jaxpr:
+        if jaxpr not in known:
+            eqns = [changed if (changed := change(eqn)) is not eqn else inside(eqn) for eqn in jaxpr.eqns]
+            same = all(map(operator.is_, eqns, jaxpr.eqns))
+            known[jaxpr] = jaxpr if same else jaxpr.replace(eqns=eqns)
+        return known[jaxpr]
+
+    return body(jaxpr)
+
+
+_REFS = frozenset({"InternalMutableArrayEffect", "ReadEffect", "WriteEffect", "AccumEffect"})
+_CALLBACKS = frozenset({"DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect", "BufferCallbackEffect", "FfiEffect"})
+TAKEN = frozenset({"NamedAxisEffect", "NoDCEEffect"}) | _CALLBACKS  # Kinds of effects that programs of stages may have
+
+
+def _kinds_of(effects: Iterable[object]) -> set[str]:
+    return {type(effect).__name__ for effect in effects}
+
+
+def effects_not_taken(eqn: JaxprEqn) -> list[str]:
+    """The kinds of effects of an equation of which nobody knows what becomes of them in a pipeline."""
+    return sorted(_kinds_of(eqn.effects) - TAKEN)
+
+
+def _is_ref(atom: Atom) -> bool:
+    return hasattr(aval_of(atom), "inner_aval")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Held:
+    eqn: JaxprEqn
+
+
+_HELD = Primitive("held")  # stands for an equation that is left as it is
+_HELD.multiple_results = True
+_HELD.def_effectful_abstract_eval(lambda *_, held: (list(map(aval_of, held.eqn.outvars)), held.eqn.effects))
+
+
+def without_refs(closed: ClosedJaxpr, env: Sequence[tuple[str, int]] = ()) -> ClosedJaxpr:
+    """A function that makes ``jax.Ref``s of its own as one of values alone, as JAX itself makes it before it compiles.
+
+    JAX takes all derivatives before, and forgets rules of custom derivatives then; so what has no reference in it is hidden.
+
+    Raises:
+        LossError: a reference was made outside of the function, or goes into a function with a derivative of its own; or what JAX
+            says.
+    """
+    if any(map(_is_ref, (*closed.jaxpr.constvars, *closed.jaxpr.invars))):
+        rule = "a jax.Ref that a pipeline's function writes or reads is made in it: the programs of stages share none"
+        fix = "pass what it holds as the model state (has_state=True) or in the batch, and return what is to be kept"
+        raise LossError("jax.new_ref", rule, "a jax.Ref from outside of the function", fix)
+    if not _REFS & _kinds_of(closed.effects):
+        return closed
+
+    def hidden(eqn: JaxprEqn) -> JaxprEqn:
+        has_refs, plain = any(map(_is_ref, (*eqn.invars, *eqn.outvars))), called(eqn, CUSTOM_RULES)
+        if plain is not None and has_refs:
+            rule = "a function with a derivative of its own takes values, and makes the references that it works on itself"
+            got = f"a jax.Ref as an operand of {eqn.primitive.name} ({user_line(eqn) or 'in no file'})"
+            raise LossError("jax.new_ref", rule, got, "pass ref[...] to it, and write what it returns")
+        if plain is not None and _REFS & _kinds_of(eqn.effects):
+            inner = without_refs(plain, env)
+            eqn = eqn.replace(params={**eqn.params, "call_jaxpr": inner}, effects=inner.effects)
+        if has_refs or _REFS & _kinds_of(eqn.effects):
+            return eqn
+        return eqn.replace(primitive=_HELD, params={"held": _Held(eqn)})
+
+    def shown(eqn: JaxprEqn) -> JaxprEqn:
+        return eqn.params["held"].eqn.replace(invars=eqn.invars, outvars=eqn.outvars) if eqn.primitive is _HELD else eqn
+
+    stateful = ClosedJaxpr(_changed_inside(closed.jaxpr, hidden), closed.consts)
+    try:
+        found = _discharged(stateful, env)
+    except Exception as error:
+        rule, fix = (
+            "a jax.Ref is made into values, as JAX does before it compiles",
+            "write that part without one, with .at[...].set",
+        )
+        raise LossError("jax.new_ref", rule, f"JAX says: {type(error).__name__}: {error}".rstrip("."), fix) from error
+    return ClosedJaxpr(_changed_inside(found.jaxpr, shown), found.consts)
+
+
+def _discharged(closed: ClosedJaxpr, env: Sequence[tuple[str, int]]) -> ClosedJaxpr:
+    """What JAX makes of a function with references: what ``run_state`` does when it runs, here while it is traced."""
+    from jax.experimental import pallas  # noqa: PLC0415  (takes a tenth of a second, and few functions have references)
+
+    run, outs = jaxpr_as_fun(closed), list(map(aval_of, closed.jaxpr.outvars))
+
+    def stateful(*args: jax.Array) -> list[jax.Array]:
+        def write(refs: Sequence[Any]) -> None:
+            for ref, value in zip(refs, run(*args), strict=True):
+                ref[...] = value
+
+        return pallas.run_state(write)([jnp.zeros(out.shape, out.dtype) for out in outs])
+
+    made = jax.make_jaxpr(stateful, axis_env=env)(*varying_shapes(closed.jaxpr.invars))
+    *before, state = made.eqns
+    given = jaxpr_as_fun(ClosedJaxpr(made.jaxpr.replace(eqns=before, outvars=list(state.invars), effects=frozenset()), made.consts))
+
+    def values(*args: jax.Array) -> list[jax.Array]:
+        return state.primitive.impl(*given(*args), **state.params)[len(state.outvars) - len(outs) :]
+
+    return jax.make_jaxpr(values, axis_env=env)(*varying_shapes(closed.jaxpr.invars))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnDevice:
+    """A policy of ``jax.checkpoint`` that keeps where it is what another one sends to host memory."""
+
+    policy: Callable[..., Any]
+
+    def __call__(self, *args: Any, **params: Any) -> Any:
+        said = self.policy(*args, **params)
+        return True if _offloads(said) else said
+
+
+def _offloads(said: object) -> bool:
+    return hasattr(said, "src") and hasattr(said, "dst")  # as ``jax.checkpoint_policies`` say it, in place of True or False
+
+
+def kept_on_device(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Equations of which no ``jax.checkpoint`` sends to host memory what it keeps; those that send nothing there as they are."""
+
+    def changed(eqn: JaxprEqn) -> JaxprEqn:
+        policy = eqn.params.get("policy") if kind_of(eqn) in CHECKPOINTS else None
+        if policy is None:
+            return eqn
+        inner = {name: _changed_inside(value, changed) for name, value in eqn.params.items() if isinstance(value, Jaxpr)}
+        said = (policy(each.primitive, *map(aval_of, each.invars), **each.params) for each in _all_equations(eqn))
+        return eqn.replace(params={**eqn.params, **inner, "policy": _OnDevice(policy)}) if any(map(_offloads, said)) else eqn
+
+    return _changed_inside(_EMPTY.replace(eqns=list(eqns)), changed).eqns
+
+
+def _all_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    for inner in inner_jaxprs(eqn):
+        for each in inner.eqns:
+            yield each
+            yield from _all_equations(each)
 
 
 def checkpoint_like(eqn: JaxprEqn) -> Checkpoint:

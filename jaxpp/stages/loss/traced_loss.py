@@ -31,7 +31,19 @@ from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.estimate import SpineCosts
 from jaxpp.stages.floating import has_gradient
 from jaxpp.stages.graph import Graph, descendants, inline_remat, trace
-from jaxpp.stages.jaxpr import CHEAP, Atom, Checkpoint, aval_of, describe, is_ordered, kind_of, variables
+from jaxpp.stages.jaxpr import (
+    CHEAP,
+    Atom,
+    Checkpoint,
+    aval_of,
+    describe,
+    effects_not_taken,
+    is_ordered,
+    kept_on_device,
+    kind_of,
+    user_line,
+    variables,
+)
 from jaxpp.stages.layers import Layers, Read, first_reads, place_rows, split_scans
 from jaxpp.stages.own_params import OWN_NAME, num_own, without_joint
 from jaxpp.stages.stacked import assembled_shapes, concatenated, first_rows, is_slices, joined, split_like
@@ -95,6 +107,7 @@ class TracedLoss:
     is_loss: bool = True  # False for a function whose outputs are the aux leaves; its loss is a literal that nobody reads
     axes: RankAxes = ONE_DEVICE  # of the ranks on which it is to run
     num_own: int = 0  # how many parameter leaves, the last, each replica has of its own (those of a task)
+    num_offloading: int = 0  # how many of the equations that were traced have a ``jax.checkpoint`` that would offload
 
     @property
     def noun(self) -> str:
@@ -468,11 +481,16 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
 
     given = [leaf for _, leaf in param_leaves], [leaf for _, leaf in state_leaves], batch_leaves, keys
     graph = _trace(flat, given, axes, words, differentiable=differentiable)
+    offloaded = 0
+    if differentiable:
+        eqns = tuple(kept_on_device(graph.eqns))
+        offloaded = sum(eqn is not old for eqn, old in zip(eqns, graph.eqns, strict=True))
+        graph = replace(graph, eqns=eqns)
     graph, remat = inline_remat(graph)
     stacked = graph.inputs[: len(param_leaves)], graph.inputs[len(param_leaves) :][: len(state_leaves)]
     graph = place_rows(graph, [*stacked[0], *stacked[1]])
     graph, layers = split_scans(graph, *stacked, per_layer=per_layer)
-    _check_order(graph, words)
+    _check_effects(graph, words)
     paths = _paths(param_leaves), _paths(state_leaves)
     whole = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_slices)[0]
     stacks = tuple((path, *at) for path, (_, leaf) in zip(_paths(whole), whole, strict=True) for at in first_rows(leaf))
@@ -489,6 +507,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
         is_loss=is_loss,
         axes=axes,
         num_own=num_own(params),
+        num_offloading=offloaded,
     )
     if differentiable:
         _check_depends(traced)
@@ -550,8 +569,17 @@ def _paths(leaves: Sequence[tuple[KeyPath, Leaf]]) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _check_order(graph: Graph, words: Words) -> None:
-    pairs = zip(graph.eqns, graph.names, strict=True)
+def _check_effects(graph: Graph, words: Words) -> None:
+    pairs = list(zip(graph.eqns, graph.names, strict=True))
+    unknown = [
+        f"{eqn.primitive.name} in {name or words.noun} ({user_line(eqn) or 'no line known'}): {', '.join(kinds)}"
+        for eqn, name in pairs
+        if (kinds := effects_not_taken(eqn))
+    ]
+    if unknown:
+        rule = "a stage computes values; of its side effects only callbacks are known to happen as on one device"
+        fix = f"leave it out, or return what it keeps as {words.aux} or {words.state}; put checkify around checkify.check"
+        raise words.error(words.where, rule, unknown, fix)
     ordered = [f"{eqn.primitive.name} in {name or words.noun}" for eqn, name in pairs if is_ordered(eqn)]
     if ordered:
         rule = "stages run side by side, so side effects have no order among each other"
