@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from jaxpp.errors import warn
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
+    from jax.sharding import AbstractMesh, Mesh
 
-_SET: ContextVar["Mesh | None"] = ContextVar("the mesh that the user has set", default=None)
+_SET: ContextVar["Mesh | AbstractMesh | None"] = ContextVar("the mesh that the user has set", default=None)
 
 
-def user_mesh() -> "Mesh | None":
-    """The mesh that was in force where a public function was called; None without one, or if it has no devices."""
+def user_mesh() -> "Mesh | AbstractMesh | None":
+    """The mesh that was in force where a public function was called, which may have no devices; None without one."""
     return _SET.get()
 
 
@@ -66,7 +66,8 @@ def _without(mesh: "Mesh") -> Iterator[None]:
     import jax  # noqa: PLC0415  (where it is not used yet, there is no mesh)
     import numpy as np  # noqa: PLC0415
 
-    token = _SET.set(None if mesh.empty else mesh)  # one of no devices, jax.sharding.use_abstract_mesh, says where nothing runs
+    abstract = jax.sharding.get_abstract_mesh()  # jax.sharding.use_abstract_mesh puts one in force without devices, or over others
+    token = _SET.set(abstract if mesh.empty or mesh.abstract_mesh != abstract else mesh)
     try:
         with jax.set_mesh(type(mesh)(np.empty((), object), ())):
             yield

@@ -127,12 +127,17 @@ class RankAxes:
 
         The axes of the mesh have no types there (see ``untyped``).
         """
-        mesh = user_mesh() or self.whole
-        return (
-            nullcontext()
-            if mesh is None
-            else jax.set_mesh(Mesh(mesh.devices, mesh.axis_names, (AxisType.Auto,) * mesh.devices.ndim))
-        )
+        mesh = self._in_plain
+        if mesh is None:
+            return nullcontext()
+        if isinstance(mesh, AbstractMesh):
+            return jax.sharding.use_abstract_mesh(_untyped(mesh))
+        return jax.set_mesh(Mesh(mesh.devices, mesh.axis_names, (AxisType.Auto,) * mesh.devices.ndim))
+
+    @property
+    def _in_plain(self) -> Mesh | AbstractMesh | None:
+        mesh = user_mesh()
+        return mesh if isinstance(mesh, Mesh) else self.whole or mesh
 
     def untyped(self, function: Callable[..., Tree]) -> Callable[..., Tree]:
         """A function that divides its values as it runs in ``plain``: the same equations, where types do not say what is divided.
@@ -140,7 +145,7 @@ class RankAxes:
         JAX refuses to differentiate some functions where they do: a ``shard_map`` of what is whole has divided cotangents. And it
         refuses those that map over a part of the mesh where the whole is in force.
         """
-        mesh = user_mesh() or self.whole
+        mesh = self._in_plain
         if mesh is None:
             return function
         typed = mesh.abstract_mesh
@@ -170,13 +175,14 @@ class RankAxes:
 
         JAX wants axes without types for some functions, and for others those that the user gave them.
         """
-        if (mesh := user_mesh()) is not None:
-            with jax.set_mesh(mesh):
+        if isinstance(known := user_mesh(), Mesh):
+            with jax.set_mesh(known):
                 return trace()
         try:
             return trace()
         except Exception:
-            found = None if self.whole is None else _within(self.whole.abstract_mesh, trace)
+            mesh = self._in_plain
+            found = None if mesh is None else _within(mesh.abstract_mesh, trace)
             if found is None:
                 raise
         return found[0]

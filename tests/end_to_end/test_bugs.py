@@ -1,13 +1,19 @@
 """One test a past bug, its story in a comment."""
 
+import contextlib
+
 import jax
+import jax.experimental.checkify
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import jaxpp
-from jaxpp.errors import BankError, StateError
+from jaxpp.engine.layout import OffloadWarning
+from jaxpp.errors import ArgumentError, BankError, LossError, StateError
+from jaxpp.errors.user_mesh import DisableJitWarning
 from jaxpp.verify import compare, oracle
 from tests.models import PARAMS, X, gpt_case, loss_fn, pipeline
 
@@ -202,3 +208,215 @@ def test_a_clipped_norm_is_no_norm_of_one_leaf_because_that_is_the_first_or_the_
     state = pipe.init(params, X)
     assert pipe.stages[1].num_params >= 2 * 16
     pipe.verify(state, X)
+
+
+def doubled(function):
+    """A function of two arguments whose derivative is said to be twice what it is, and which has a rule of its own therefore."""
+    twice = jax.custom_vjp(function)
+    twice.defvjp(lambda *args: jax.vjp(function, *args), lambda pullback, ct: jax.tree.map(lambda g: 2 * g, pullback(ct)))
+    return twice
+
+
+def written(w, x):
+    ref = jax.new_ref(jnp.zeros_like(x @ w))
+    ref[...] = jnp.tanh(x @ w)
+    ref[0] += jax.nn.relu(x[0] @ w)
+    return jax.freeze(ref)
+
+
+def values(w, x):
+    return jnp.tanh(x @ w).at[0].add(jax.nn.relu(x[0] @ w))
+
+
+def in_a_loop(w, x):
+    ref = jax.new_ref(x @ w)
+
+    def body(i, _):
+        ref[i] = doubled(lambda w, row: jnp.tanh(row @ w[:4]))(w, ref[i][:4])
+
+    jax.lax.fori_loop(0, 2, body, None)
+    return ref[...]
+
+
+def in_a_loop_of_values(w, x):
+    def body(h, i):
+        return h.at[i].set(doubled(lambda w, row: jnp.tanh(row @ w[:4]))(w, h[i][:4])), None
+
+    return jax.lax.scan(body, x @ w, jnp.arange(2))[0]
+
+
+def chosen(w, x):
+    ref = jax.new_ref(x @ w)
+    jax.lax.cond(x.sum() > -1e9, lambda: ref.__setitem__(..., jnp.sin(x @ w)), lambda: None)
+    return ref[...]
+
+
+@pytest.mark.parametrize(
+    ("layer", "plain"),
+    [
+        (jax.jit(written), values),
+        (jax.checkpoint(written), values),
+        (doubled(written), doubled(values)),
+        (in_a_loop, in_a_loop_of_values),
+        (chosen, lambda w, x: jnp.sin(x @ w)),
+    ],
+    ids=["jit", "checkpoint", "a rule of its own", "a loop", "a condition"],
+)
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")
+def test_what_a_loss_writes_into_a_reference_has_a_gradient(layer, plain):
+    # An equation that writes has no results that anybody reads, so it was dropped: the gradient was 0, and the loss right.
+    # JAX drops rules of custom derivatives when it makes references into values: these must stay (of relu too).
+    def loss_of(layer):
+        return lambda p, x: jnp.mean((jnp.tanh(layer(p["b"], jnp.tanh(layer(p["a"], x)))) @ p["c"]) ** 2)
+
+    found = jaxpp.value_and_grad(loss_of(layer), num_stages=2, num_microbatches=1)(PARAMS, X)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(jax.value_and_grad(loss_of(plain))(PARAMS, X)), strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6)
+
+
+def test_references_that_outlive_a_function_are_refused_and_so_are_effects_that_nobody_knows():
+    kept, batch = jax.new_ref(jnp.zeros(())), jax.new_ref(X)
+
+    def counting(p, x):
+        kept[...] += 1.0
+        return loss_fn(p, x)
+
+    def checking(p, x):
+        jax.experimental.checkify.check(jnp.all(x < 9), "large")
+        return loss_fn(p, x)
+
+    def given(p, x):
+        @jax.custom_jvp
+        def read(ref):
+            return ref[...]
+
+        read.defjvp(lambda primals, tangents: (read(*primals), tangents[0][...]))
+        return loss_fn(p, read(jax.new_ref(x)))
+
+    for loss, error, said in (
+        (counting, LossError, "Got: a jax.Ref from outside of the function"),
+        (checking, LossError, r"Got: check in the loss \(.*test_bugs.py:\d+\): ErrorEffect"),
+        (given, LossError, "Got: a jax.Ref as an operand of custom_jvp_call"),
+    ):
+        with pytest.raises(error, match=said):
+            jaxpp.value_and_grad(loss, num_stages=2, num_microbatches=2)(PARAMS, X)
+    with pytest.raises(ArgumentError, match=r"the programs of stages share no array that can be changed.\n  Got: .*: a jax.Ref"):
+        jaxpp.value_and_grad(loss_fn, num_stages=2, num_microbatches=2)(PARAMS, batch)
+    assert kept[...] == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "other"),
+    [
+        ("jax_threefry_partitionable", False),
+        pytest.param("jax_default_prng_impl", "rbg", marks=pytest.mark.long),
+        pytest.param("jax_enable_x64", True, marks=pytest.mark.long),
+    ],
+)
+def test_options_of_jax_that_change_between_calls_are_followed_at_all_levels(option, other):
+    # Steps, cuts, functions and the optimizer were kept by shapes alone: old shapes had the old options, new ones the new.
+    def loss(p, x, key):
+        return loss_fn(p, x * (1 + jax.random.normal(key, x.shape)) + jax.random.uniform(jax.random.key(7), x.shape))
+
+    def fn(p, x, key):
+        return jnp.tanh(x @ p["a"]) * jax.random.normal(key, (6,))
+
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1))
+    pipe, key = pipeline(loss, noisy, microbatches=1), jax.random.key(5)
+    state = pipe.init(PARAMS, X)
+    grad_fn = jaxpp.value_and_grad(loss, num_stages=2, num_microbatches=1)
+
+    def plain():
+        own, shifts = jax.random.fold_in(key, 0), noisy.init(PARAMS)
+        value, grads = jax.value_and_grad(loss)(PARAMS, X, own)
+        return value, grads, optax.apply_updates(PARAMS, noisy.update(grads, shifts)[0]), fn(PARAMS, X, own)
+
+    def piped():
+        new, metrics = pipe.step(state, X, key, donate=False)
+        assert pipe.evaluate(state, X, key).loss == metrics.loss
+        return *grad_fn(PARAMS, X, key), new.params, pipe.apply(state, X, fn, key=key)
+
+    def check(found):
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain()), strict=True):
+            np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=1e-6)
+
+    first, before = piped(), getattr(jax.config, option)
+    check(first)
+    jax.config.update(option, other)
+    try:
+        found = piped()
+        check(found)
+    finally:
+        jax.config.update(option, before)
+    again = piped()
+    assert found[0] != first[0] == again[0]
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_what_a_policy_in_the_model_offloads_stays_on_the_device_and_a_warning_says_so(looped):
+    # "memory_space of all inputs passed to `concatenate` must be the same": small residuals are packed, some were in host memory.
+    names = {"names_which_can_be_saved": ["kept"], "names_which_can_be_offloaded": ["sent"]}
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(**names, offload_src="device", offload_dst="pinned_host")
+
+    def block(h, w):
+        h = jax.ad_checkpoint.checkpoint_name(jnp.sin(h @ w), "kept")
+        return jnp.tanh(jax.ad_checkpoint.checkpoint_name(jnp.tanh(h), "sent") @ w)
+
+    layer = jax.checkpoint(block, policy=policy)
+
+    def loss(p, x):
+        h = x @ p["a"]
+        if looped:
+            h, _ = jax.lax.scan(lambda h, w: (layer(h, w), None), h, p["w"])
+        for w in () if looped else p["w"]:
+            h = layer(h, w)
+        return jnp.mean((h @ p["c"]) ** 2)
+
+    params = {**PARAMS, "w": jnp.stack([PARAMS["b"]] * 2)}
+    with pytest.warns(OffloadWarning, match='stays on the device.*\n  Got: .*\n  Fix: pass remat="offload"'):
+        found = jaxpp.value_and_grad(loss, num_stages=2, num_microbatches=1)(params, X)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(jax.value_and_grad(loss)(params, X)), strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_call_in_a_function_that_jax_traces_is_refused_though_no_argument_is_traced():
+    # Programs were given tracers ("lowered and compiled for a particular signature"), and constants that were kept were tracers.
+    pipe = pipeline()
+    state = pipe.init(PARAMS, X)
+    grad_fn = jaxpp.value_and_grad(loss_fn, num_stages=2, num_microbatches=2)
+    calls = {
+        "pipe.step": lambda: pipe.step(state, X)[1].loss,
+        "pipe.evaluate": lambda: pipe.evaluate(state, X).loss,
+        "pipe.apply": lambda: pipe.apply(state, X, lambda p, x: x @ p["a"]),
+        "pipe.init": lambda: pipe.init(PARAMS, X).params,
+        "grad_fn": lambda: grad_fn(PARAMS, X),
+    }
+    for where, call in calls.items():
+        with pytest.raises(ArgumentError, match=rf"^{where}\(.*\n  Got: a call in a function that JAX traces"):
+            jax.jit(call)()
+        jax.grad(lambda x, call=call: x + jax.tree.leaves(call())[0].sum())(1.0)  # nothing of the call is traced
+        state = pipe.state or state
+    assert jnp.isfinite(pipe.evaluate(pipe.init(PARAMS, X), X).loss)
+
+
+def test_a_pipeline_works_under_a_guard_of_transfers_without_jit_and_under_a_mesh_without_devices():
+    def constrained(p, x):
+        return loss_fn(p, jax.lax.with_sharding_constraint(x * 1, PartitionSpec("model")))
+
+    batch, losses = np.asarray(X), []
+    mesh = AbstractMesh((2,), ("model",), (AxisType.Auto,))
+    for loss, delay, around in (
+        (loss_fn, 0, lambda: jax.transfer_guard("disallow")),
+        (loss_fn, 1, lambda: jax.transfer_guard("disallow")),
+        (loss_fn, 0, jax.disable_jit),
+        (constrained, 0, lambda: jax.sharding.use_abstract_mesh(mesh)),
+    ):
+        pipe = pipeline(loss, delay=delay)
+        told = pytest.warns(DisableJitWarning) if around is jax.disable_jit else contextlib.nullcontext()
+        with told, around():
+            state = pipe.init(PARAMS, batch)
+            for _ in range(2):
+                state, _ = pipe.step(state, batch)
+            jax.block_until_ready(state)
+            losses.append(jax.device_get(pipe.evaluate(state, batch).loss))
+    np.testing.assert_allclose(losses[2:], losses[:1] * 2, rtol=1e-5)

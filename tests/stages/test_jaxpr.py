@@ -3,13 +3,16 @@
 Each test names the function of ``jaxpp/stages/jaxpr.py`` to change where it fails.
 """
 
+import importlib
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, Var
 
 from jaxpp.stages import jaxpr as inside
 from jaxpp.stages.graph import marked, trace
@@ -354,3 +357,58 @@ def test_the_parameters_of_a_kernel_hold_the_shapes_of_blocks_and_their_function
     types = {name for name, value in seen if inside.is_typed(value)}
     assert {"out_avals", "transformed_block_aval"} <= types
     assert "index_map_jaxpr" in {name for name, _ in seen}
+
+
+REFUSED = {
+    "BoxEffect": "boxes and logs of jax.experimental.hijax, which outlive the function",
+    "ErrorEffect": "checkify.check without checkify around it",
+    "SingleSideCollectiveEffect": "psend and precv, between devices that know each other by number",
+    "ShapeAssertionEffect": "of shapes that are not known, which are exported only",
+}
+"""Kinds of effects that a loss may not have."""
+
+ELSEWHERE = ("jax._src.pallas", "jax._src.lax.parallel")  # Modules of primitives that stand in kernels alone, or communicate
+
+WITH_EFFECTS = set(
+    "addupdate box_get box_set buffer_callback call call_exported call_hi_primitive check closed_call compute_on cond core_map "
+    "custom_jvp_call custom_jvp_call_jaxpr custom_linear_solve custom_vjp_call custom_vmap_call dce_sink debug_callback "
+    "debug_print empty_ref eval_jaxpr ffi_call free_ref freeze get inspect_sharding io_callback jit jaxpr_call log_extend log_read "
+    "new_box new_log new_ref remat2 remat_opt run_state scan shape_assertion shard_map swap while zeros_like".split()
+)
+"""Primitives that may have effects: their own, or those of functions inside. Each was looked at."""
+
+EXPERIMENTS = "pallas checkify buffer_callback compute_on hijax custom_partitioning xla_metadata sparse control_deps".split()
+
+
+def jax_modules():
+    for name in EXPERIMENTS:
+        try:
+            importlib.import_module(f"jax.experimental.{name}")
+        except ImportError:  # another version has others
+            continue
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("jax", "jaxlib")}
+
+
+def test_every_kind_of_effect_that_jax_knows_is_decided():
+    jax_modules()
+    base = next(cls for cls in type(next(iter(only("new_ref", jax.new_ref, X).effects))).__mro__ if cls.__name__ == "Effect")
+
+    def kinds(cls):
+        return {cls} | {kind for each in cls.__subclasses__() for kind in kinds(each)}
+
+    found = {kind.__name__ for kind in kinds(base) if not kind.__module__.startswith("jax._src.pallas")}
+    abstract = {"Effect", "JaxprInputEffect", "RefEffect", "GenericEffect"}
+    unknown = found - abstract - inside.TAKEN - inside._REFS - set(REFUSED)
+    assert not unknown, f"JAX {jax.__version__} has new effects: say in TAKEN, or in REFUSED here, what becomes of them"
+    assert not inside.TAKEN & set(REFUSED)
+
+
+def test_every_primitive_of_jax_that_may_have_effects_was_looked_at():
+    homes = {}
+    for name, module in jax_modules().items():
+        for value in list(vars(module).values()):
+            if isinstance(value, Primitive) and "_effect_free" not in getattr(value.abstract_eval, "__qualname__", ""):
+                homes.setdefault(value, []).append(name)
+    found = {primitive.name for primitive, names in homes.items() if not any(name.startswith(ELSEWHERE) for name in names)}
+    assert {"new_ref", "swap", "io_callback"} <= found
+    assert not found - WITH_EFFECTS, f"JAX {jax.__version__} has new primitives that may have effects: try each in a loss"
