@@ -161,13 +161,12 @@ class Engine:
     @property
     def update(self) -> Update:
         """The optimizer, placed; traced again under other options of JAX than those under which the state was laid out."""
-        first = self.placed.update
-        assert first is not None, "value_and_grad has no optimizer, and no updates"
-        return self._updates.get_or_make(trace_context(), lambda: self._traced_again(first))
+        return self._updates.get_or_make(trace_context(), self._traced_again)
 
-    def _traced_again(self, first: Update) -> Update:
-        found = place_leaves(self.options, self.optimizer, self.layout, self.preparer.first_cut).update
-        assert found is not None, "there is an optimizer"
+    def _traced_again(self) -> Update:
+        placed = self.placed, place_leaves(self.options, self.optimizer, self.layout, self.preparer.first_cut)
+        first, found = (each.update for each in placed)
+        assert first and found, "value_and_grad has no optimizer, and no updates"
         had, has = (shapes_of(update.init_graph.outputs) for update in (first, found))
         if (first.tree, first.opt_owner, had) != (found.tree, found.opt_owner, has):
             rule = "a state is trained under the options of JAX that decide its types as they were when init made it"

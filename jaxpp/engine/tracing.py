@@ -381,7 +381,7 @@ class _Counted:
         """What a microbatch counts, as if the loss were not divided by the number of examples."""
         found = self._find(batch_avals(batch))
         loss, var = found.loss, found.divisor.var
-        assert var is not None
+        assert var, "a divisor is looked for where it has a variable"
         graph, needed = loss.graph, ancestors(loss.graph, [var])
         eqns = [i for i, eqn in enumerate(graph.eqns) if not needed.isdisjoint(eqn.outvars)]
         constants = [constant for constant in graph.constants if constant in needed]

@@ -8,7 +8,7 @@
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ def set_aside() -> AbstractContextManager[None]:
     sharding = sys.modules.get("jax.sharding")
     if jax is None or sharding is None:
         return nullcontext()
-    found: list[AbstractContextManager[Any]] = []
+    found = list[AbstractContextManager[None]]()
     if any(getattr(jax.config, name, None) in ("log", "disallow") for name in _GUARDS):
         found.append(jax.transfer_guard("allow"))
     if jax.config.jax_disable_jit:
@@ -54,7 +54,7 @@ def set_aside() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _all(contexts: "list[AbstractContextManager[Any]]") -> Iterator[None]:
+def _all(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
     with ExitStack() as stack:
         for each in contexts:
             stack.enter_context(each)

@@ -292,9 +292,9 @@ def _discharged(closed: ClosedJaxpr, env: Sequence[tuple[str, int]]) -> ClosedJa
 class _OnDevice:
     """A policy of ``jax.checkpoint`` that keeps where it is what another one sends to host memory."""
 
-    policy: Callable[..., Any]
+    policy: Callable[..., object]
 
-    def __call__(self, *args: Any, **params: Any) -> Any:
+    def __call__(self, *args: object, **params: object) -> object:
         said = self.policy(*args, **params)
         return True if _offloads(said) else said
 

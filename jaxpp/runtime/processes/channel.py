@@ -54,6 +54,7 @@ _RULE = "all processes do the same calls"
 _ALIVE, _LEFT = "jaxpp/alive", "jaxpp/left"  # folders: how often each process has looked; ``_Left`` of those that have ended
 
 _T = TypeVar("_T")
+_Said = Mapping[str, Any]  # what a process says in an exchange
 
 
 class _Left(NamedTuple):
@@ -111,11 +112,11 @@ class _Channel:
             return _texts_by_sends(text)
         return tuple(zlib.decompress(base64.b64decode(told[process]["text"])).decode() for process in self.processes)
 
-    def say(self, number: int, **said: Any) -> None:
+    def say(self, number: int, **said: object) -> None:
         if self.store is not None:
             self.store.put(f"{_folder(number)}/{self.store.process}", json.dumps(said))
 
-    def _wait_for_all(self, where: str, mine: Mapping[str, Any], *, again: bool) -> Mapping[int, Mapping[str, Any]]:
+    def _wait_for_all(self, where: str, mine: _Said, *, again: bool) -> Mapping[int, _Said]:
         assert self.store, "who waits has a store"
         folder, me, told = _folder(self.num_exchanges), self.store.process, {self.store.process: mine}
         begun, patience = time.monotonic(), _PATIENCE_AGAIN if again else _PATIENCE
@@ -157,7 +158,7 @@ class _Channel:
             self._thread.join(timeout=2)
 
 
-def _check_all_well(where: str, said: Mapping[int, Mapping[str, Any]], left: Mapping[int, _Left]) -> None:
+def _check_all_well(where: str, said: Mapping[int, _Said], left: Mapping[int, _Left]) -> None:
     errors = {process: str(entry["failed"]) for process, entry in said.items() if "failed" in entry}
     first = {process: error for process, error in errors.items() if not error.startswith(ProcessError.__name__)}
     gone = {process: one.how for process, one in left.items() if process not in said}
