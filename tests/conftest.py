@@ -130,7 +130,7 @@ class Seconds:
 
     def pytest_runtest_logreport(self, report):
         found = dict(report.user_properties)
-        if report.when == "teardown" and "mark" in found:
+        if report.when == "teardown" and found.keys() >= {"mark", "seconds"}:
             self.found[report.nodeid] = found["mark"], round(found["seconds"], 3)
 
     def pytest_sessionfinish(self):
