@@ -263,7 +263,7 @@ def _discharged(closed: ClosedJaxpr, env: Sequence[tuple[str, int]]) -> ClosedJa
     run, outs = jaxpr_as_fun(closed), list(map(aval_of, closed.jaxpr.outvars))
 
     def stateful(*args: jax.Array) -> list[jax.Array]:
-        def write(refs: Sequence[Any]) -> None:
+        def write(refs: Sequence[Tree]) -> None:
             for ref, value in zip(refs, run(*args), strict=True):
                 ref[...] = value
 
@@ -283,9 +283,9 @@ def _discharged(closed: ClosedJaxpr, env: Sequence[tuple[str, int]]) -> ClosedJa
 class _OnDevice:
     """A policy of ``jax.checkpoint`` that keeps where it is what another one sends to host memory."""
 
-    policy: Callable[..., Any]
+    policy: Callable[..., object]
 
-    def __call__(self, *args: Any, **params: Any) -> Any:
+    def __call__(self, *args: object, **params: object) -> object:
         said = self.policy(*args, **params)
         return True if _offloads(said) else said
 
