@@ -118,7 +118,7 @@ def refuse_tracers(where: str, *trees: Tree) -> None:
         rule, fix = "the programs of stages share no array that can be changed", "pass what it holds now, ref[...]"
         raise ArgumentError(where, rule, got, fix)
     traced = any(isinstance(leaf, Tracer) for leaf in leaves)
-    if traced or is_traced():
+    if traced or (leaves and is_traced()):
         rule = "a pipeline runs programs on several devices itself, so it cannot run inside jax.jit, jax.grad or jax.vmap"
         fix = f"call {where.partition('(')[0]} outside of these (it compiles what it runs itself), and jit what comes after it"
         raise ArgumentError(where, rule, "a traced argument" if traced else "a call in a function that JAX traces", fix)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxpp.errors import warn
 
@@ -33,9 +33,9 @@ class DisableJitWarning(UserWarning):
     """``jax_disable_jit`` is on, and a pipeline compiles its programs all the same."""
 
 
-def set_aside() -> AbstractContextManager[None]:
+def set_aside() -> AbstractContextManager[object]:
     """Without the mesh, the guard of transfers and ``jax_disable_jit`` that are in force, as long as this lasts."""
-    jax: Any = sys.modules.get("jax")  # schedules do without JAX
+    jax = sys.modules.get("jax")  # schedules do without JAX
     sharding = sys.modules.get("jax.sharding")
     if jax is None or sharding is None:
         return nullcontext()

@@ -272,7 +272,7 @@ def _discharged(closed: ClosedJaxpr, env: Sequence[tuple[str, int]]) -> ClosedJa
     run, outs = jaxpr_as_fun(closed), list(map(aval_of, closed.jaxpr.outvars))
 
     def stateful(*args: jax.Array) -> list[jax.Array]:
-        def write(refs: Sequence[Any]) -> None:
+        def write(refs: Sequence[Tree]) -> None:
             for ref, value in zip(refs, run(*args), strict=True):
                 ref[...] = value
 

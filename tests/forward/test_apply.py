@@ -389,7 +389,7 @@ WRONG = {
     "traced parameters": (
         lambda pipe, state: jax.jit(lambda params: pipe.apply(params, X, net))(PARAMS),
         ArgumentError,
-        "pipe.apply(params, ...): a pipeline runs programs on several devices itself",
+        "pipe.apply(state, batch, fn): a pipeline runs programs on several devices itself",
         "call pipe.apply outside of these",
     ),
     "no function": (

@@ -311,7 +311,7 @@ WRONG = {
         "forward.apply(params, batch, key): a pipeline runs programs on several devices itself",
         "call forward.apply outside of these",
     ),
-    "traced parameters": (lambda f, p: jax.jit(lambda w: f.apply(w, X))(PARAMS), ArgumentError, "forward.apply(params, ...): "),
+    "traced parameters": (lambda f, p: jax.jit(lambda w: f.apply(w, X))(PARAMS), ArgumentError, "forward.apply(params, batch"),
     "traced shapes": (lambda f, p: jax.jit(lambda w: f.init(w, X))(PARAMS), ArgumentError, "call forward.init outside of these"),
 }
 
