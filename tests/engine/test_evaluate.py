@@ -87,6 +87,7 @@ def test_replicas_weigh_an_uneven_evaluation_as_the_user_says():
     compare("loss", pipe.evaluate(state, X[:3]).loss, want)
 
 
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")  # the condition is on all examples
 def test_what_is_copied_for_a_replica_without_an_example_counts_nothing_even_if_it_is_alone_not_finite():
     # The copy is of an example that another replica evaluates alone too, so it is finite if the batch's mean is.
     def spread(params, x):  # not a number for the first example alone
