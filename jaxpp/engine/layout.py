@@ -683,7 +683,7 @@ class Preparer:
         shapes = [shapes_key(part, None) for part in parts]
         different = dict(zip(shapes, parts, strict=True))
         cuts = tuple(self.cut_for(chosen, part, key, train=train) for part in different.values())
-        check_aux([cut.loss for cut in cuts], cuts[0].reducers)
+        check_aux([cut.loss for cut in cuts], cuts[0].reducers, len(parts) * replicas)
         if isinstance(batch, Microbatches) and train and self._is_unjudged and len(parts) > 1:
             self._is_unjudged = False
             warning = self.tracing.merge(cuts[0].loss, chosen, layout.variables, parts[0], key, batch).warning

@@ -18,7 +18,7 @@ from jaxpp.stages.cuts.cut_loss import CutLoss, cut
 from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.graph import ancestors
 from jaxpp.stages.jaxpr import aval_of, describe
-from jaxpp.stages.loss.aux import Reducer, check_named, reducers_of
+from jaxpp.stages.loss.aux import Reducer, reducers_of
 from jaxpp.stages.loss.example_axis import (
     Count,
     Examples,
@@ -208,9 +208,7 @@ class Tracing:
         if unknown and automatic and loss.is_loss:
             rule = "the count that the loss divides by is found by comparing the loss at batches of two sizes"
             raise LossError('weight="auto"', rule, unknown, "pass weight=lambda batch: ..., what a microbatch counts")
-        if unknown and not loss.is_loss:
-            check_named(loss, options.reduce_aux, unknown)
-        reducers, mixing = reducers_of(loss, options.reduce_aux, examples, strict=own, summed=summed, divisor=divisor)
+        reducers, mixing = reducers_of(loss, options.reduce_aux, examples, strict=own, summed=summed, divisor=divisor, why=unknown)
         if trial is None or not loss.is_loss:
             return Merge(reducers, None, weight, whole=count == 1)
         whole = isinstance(trial, _Trial) and trial.whole and divisor is not None

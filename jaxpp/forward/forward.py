@@ -15,7 +15,7 @@ from jaxpp.engine.init_arguments import InitArguments, are_swapped, first_leaves
 from jaxpp.engine.layout import speed_up
 from jaxpp.engine.outcome import Purpose
 from jaxpp.engine.state import State, States, states_of
-from jaxpp.engine.tracing import Tracing, check_key, same_shapes
+from jaxpp.engine.tracing import Tracing, avals_of, check_key, same_shapes
 from jaxpp.errors import ArgumentError, StateError, warn
 from jaxpp.errors.checks import check_flags, check_function, refuse_tracers
 from jaxpp.errors.tracebacks import entries, entry
@@ -517,7 +517,7 @@ class Forward:
         options = self._options
         if isinstance(params_or_shapes, State):
             held = params_or_shapes
-            params_or_shapes = (held.params, held.model_state) if options.has_state else held.params
+            params_or_shapes = avals_of((held.params, held.model_state) if options.has_state else held.params)  # it may be consumed
         variables = variables_of(options, params_or_shapes)
         if fn is not None:
             setup, chosen = self._opened(where), self._function(where, fn)

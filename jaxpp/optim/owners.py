@@ -142,7 +142,8 @@ def updated(optimizer: optax.GradientTransformation, grads: Grads, state: Tree, 
         if isinstance(error, (TypeError, ValueError)) and _WANTS_LOSS.search(str(error)):
             sees = "gradients, its state, the parameters and the value of the loss"
             rule = f"an optimizer sees {sees}, and cannot call the loss again"
-            fix = "use a transformation without a line search, which needs no function, such as optax.adamw or optax.sgd"
+            without = "a line search" if "'value_fn'" in str(error) else "a function of the loss"
+            fix = f"use a transformation without {without}, such as optax.adamw or optax.sgd"
             raise OptimizerError("optimizer", rule, str(error).rstrip("."), fix) from error
         what = "the optimizer's update(grads, state, params)"
         error.add_note(f"jaxpp: raised while tracing {what}; a transformation that takes more is given value=loss")

@@ -113,6 +113,7 @@ def test_derivative_rules_that_differ_are_told_apart():
         np.testing.assert_allclose(losses(activation=with_slope(slope)), plain_losses(activation=with_slope(slope)), rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")  # nobody knows what a callback does with the examples
 def test_functions_on_the_host_are_told_apart():
     for add in (0.0, 1.0):
         host = lambda x, add=add: np.asarray(x) + np.float32(add)  # noqa: E731

@@ -736,9 +736,14 @@ def test_what_cannot_be_examined_is_told_with_the_reason_and_refused_where_it_de
         merged(fn, weight="auto")
     assert reason in str(caught.value)
     with pytest.raises(OutputError) as caught:
-        merged(fn, is_loss=False)
+        applied(fn)
     assert reason in str(caught.value)
-    merged(fn, is_loss=False, reduce_aux="mean")
+    forward = jaxpp.Forward(fn, num_stages=1, num_microbatches=4, reduce_aux="mean")
+    np.testing.assert_allclose(
+        forward.apply(forward.init(PARAMS, BATCH), BATCH),
+        np.mean([fn(PARAMS, jax.tree.map(lambda leaf, k=k: leaf[4 * k : 4 * k + 4], BATCH)) for k in range(4)]),
+        rtol=1e-10,
+    )
 
 
 def test_a_loss_for_multiples_of_a_microbatch_is_compared_at_these():

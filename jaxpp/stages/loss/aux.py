@@ -10,7 +10,6 @@ import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +23,6 @@ from jaxpp.stages.loss.example_axis import Count, Examples, Relation, Value
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.types import ReduceAux
 
-_T = TypeVar("_T")
-
 Reducer = Callable[[Sequence[jax.Array], Float[jax.Array, " microbatches"]], jax.Array]  # of values and their weights (sum 1)
 
 
@@ -38,6 +35,17 @@ class Join:
     def __call__(self, values: Sequence[jax.Array], weights: Float[jax.Array, " microbatches"]) -> jax.Array:  # noqa: ARG002
         """One value."""
         return jnp.concatenate(values, self.axis)
+
+
+@dataclass(frozen=True)
+class Unexamined:
+    """The value of one microbatch; those of several are refused, because nobody knows how to put them together."""
+
+    why: str
+
+    def __call__(self, values: Sequence[jax.Array], weights: Float[jax.Array, " microbatches"]) -> jax.Array:  # noqa: ARG002
+        """The only value."""
+        return values[0]
 
 
 def average(values: Sequence[jax.Array], weights: Float[jax.Array, " microbatches"]) -> jax.Array:
@@ -87,11 +95,13 @@ def reducers_of(
     strict: bool,
     summed: bool,
     divisor: Count | None = None,
+    why: str = "",
 ) -> tuple[dict[int, Reducer], list[str]]:
     """The reducer of each aux leaf that is not averaged, and what of the others is no mean over the examples.
 
-    If the loss is ``summed`` over the microbatches, means are reduced too, because running sums have no weights then; and so are
-    they where microbatches weigh what they count, the ``divisor`` of the loss, which is right only for what is divided by it too.
+    If the loss is ``summed`` over the microbatches, means are reduced too, because running sums have no weights then. So they are
+    where microbatches weigh what they count, the ``divisor`` of the loss, unless a leaf is divided by that too. ``why``: the reason
+    why nobody knows what a function does with the examples, if nobody does.
     """
     paths = loss.aux_paths
     unknown = [name for name in named if name and not any(f"{path}/".startswith(f"{name}/") for path in paths)]
@@ -101,13 +111,17 @@ def reducers_of(
         rule = f"each path is one of {what} leaves, or the beginning of one"
         fix = f"write {near[0]!r}" if near else f"use these: {', '.join(paths) or 'there are none'}"
         raise ArgumentError("reduce_aux", rule, [repr(name) for name in unknown], fix)
-    chosen = _chosen(paths, named)
+    fitting = [[name for name in named if not name or f"{path}/".startswith(f"{name}/")] for path in paths]
+    chosen = {k: named[max(names, key=len)] for k, names in enumerate(fitting) if names}
     reducers: dict[int, Reducer | None] = {k: REDUCERS[r] if isinstance(r, str) else _stacked(r) for k, r in chosen.items()}
     same = _same_everywhere(loss) - chosen.keys()
     name, mixing = loss.words.aux, list[str]()
     if len(reducers) < len(paths):
         for k in range(len(paths)):
             if k not in reducers:
+                if why and not loss.is_loss:
+                    reducers[k] = Unexamined(why)
+                    continue
                 counted = divisor is not None and examples.aux[k].count == divisor and not examples.aux[k].placed
                 reducer, what = (None, "") if counted else _reducer_of(examples.aux[k], examples.axes[k], same=k in same)
                 reducer = average_of_examples if reducer is None and divisor is not None and not counted else reducer
@@ -129,21 +143,6 @@ def reducers_of(
         rule = f"an {name} leaf without an average needs another reducer"
         raise loss.words.error(loss.words.where, rule, wrong, 'leave it out, or pass for example reduce_aux={"<path>": "last"}')
     return {k: reducer for k, reducer in reducers.items() if reducer is not None}, mixing
-
-
-def _chosen(paths: Sequence[str], named: Mapping[str, _T]) -> dict[int, _T]:
-    """What the user named for the leaves of these paths, by number."""
-    fitting = [[name for name in named if not name or f"{path}/".startswith(f"{name}/")] for path in paths]
-    return {k: named[max(names, key=len)] for k, names in enumerate(fitting) if names}
-
-
-def check_named(loss: TracedLoss, named: Mapping[str, str | Callable[..., jax.Array]], why: str) -> None:
-    """Refuse outputs of which nobody knows how to put them together, neither the user nor jaxpp, and ``why`` it does not."""
-    unnamed = [path or "itself" for k, path in enumerate(loss.aux_paths) if k not in _chosen(loss.aux_paths, named)]
-    if unnamed:
-        rule = "outputs of microbatches are put together as a comparison of the function at batches of two sizes says"
-        fix = 'run the function on the whole batch, with num_microbatches=1; or say what to do, reduce_aux={"<path>": "join"}'
-        raise loss.words.error(loss.words.where, rule, [why, *(f"{loss.words.aux} {path}" for path in unnamed[:8])], fix)
 
 
 def _reducer_of(value: Value, axes: Sequence[int], *, same: bool) -> tuple[Reducer | None, str]:
@@ -189,9 +188,15 @@ def _stacked(reducer: Callable[[jax.Array, jax.Array], jax.Array]) -> Reducer:
     return lambda values, weights: jnp.asarray(reducer(jnp.stack(values), weights))
 
 
-def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer]) -> None:
-    """Refuse aux leaves whose shape depends on the size of the microbatch, unless they are joined."""
+def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer], num_microbatches: int) -> None:
+    """Refuse aux leaves of several microbatches that cannot be put together, or whose shape depends on the microbatch's size."""
     paths = losses[0].aux_paths
+    unknown = {k: reducer.why for k, reducer in reducers.items() if isinstance(reducer, Unexamined) and num_microbatches > 1}
+    if unknown:
+        rule = "outputs of microbatches are put together as a comparison of the function at batches of two sizes says"
+        fix = 'run the function on the whole batch, with num_microbatches=1; or say what to do, reduce_aux={"<path>": "join"}'
+        got = [*unknown.values()][:1] + [f"{losses[0].words.aux} {paths[k] or 'itself'}" for k in unknown]
+        raise losses[0].words.error(losses[0].words.where, rule, got, fix)
     shapes = [[describe(aval_of(loss.aux[k])) for loss in losses] for k in range(len(paths))]
     where, name, error = losses[0].words.where, losses[0].words.aux, losses[0].words.error
     wrong = [
