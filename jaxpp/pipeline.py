@@ -535,12 +535,12 @@ class Pipeline(Forward):
                 new_leaves = outcome.state if donate else setup.engine.apart(outcome.state)
                 self._newest.state = new = setup.states.wrap(new_leaves, num_steps + 1)
             setup.detector.add(outcome.squares)
-        squares = dict(zip(setup.engine.update.watched, outcome.squares, strict=True))
+        squares = dict(zip(setup.engine.watched, outcome.squares, strict=True))
         return new, Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite, num_steps + 1, squares)
 
     def _in_flow(self, setup: TrainingSetup, tail: Tail, num_steps: int) -> tuple[State, Metrics]:
         """The state after a step whose rest is handed over beside the next one, and the metrics."""
-        watched = setup.engine.update.watched
+        watched = setup.engine.watched
 
         def read(outcome: Outcome[Array]) -> dict[str, Tree]:
             return {"grad_norm": outcome.grad_norm, "squares": dict(zip(watched, outcome.squares, strict=True))}

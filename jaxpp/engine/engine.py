@@ -163,6 +163,11 @@ class Engine:
         """The optimizer, placed; traced again under other options of JAX than those under which the state was laid out."""
         return self._updates.get_or_make(trace_context(), self._traced_again)
 
+    @property
+    def watched(self) -> tuple[int, ...]:
+        """The stages that own parameters which are not frozen."""
+        return () if self.placed.update is None else self.placed.update.watched
+
     def _traced_again(self) -> Update:
         placed = self.placed, place_leaves(self.options, self.optimizer, self.layout, self.preparer.first_cut)
         first, found = (each.update for each in placed)
