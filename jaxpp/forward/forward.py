@@ -15,7 +15,7 @@ from jaxpp.engine.init_arguments import InitArguments, are_swapped, first_leaves
 from jaxpp.engine.layout import speed_up
 from jaxpp.engine.outcome import Purpose
 from jaxpp.engine.state import State, States, states_of
-from jaxpp.engine.tracing import Tracing, avals_of, check_key, same_shapes
+from jaxpp.engine.tracing import Tracing, check_key, same_shapes
 from jaxpp.errors import ArgumentError, StateError, warn
 from jaxpp.errors.checks import check_flags, check_function, refuse_tracers
 from jaxpp.errors.tracebacks import entries, entry
@@ -40,7 +40,7 @@ from jaxpp.stages.by_hand import by_hand
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.stage_table import Stages, bytes_in_words, tabulate
 from jaxpp.targets import refuse_compile_only
-from jaxpp.types import Array, Batch, Device, ForwardFn, Key, Params, ReduceAux, TaskNames, Tree
+from jaxpp.types import Array, Batch, Device, ForwardFn, Key, Leaf, Params, ReduceAux, TaskNames, Tree
 
 __all__ = ["Forward", "Lend", "Setup"]
 
@@ -517,7 +517,8 @@ class Forward:
         options = self._options
         if isinstance(params_or_shapes, State):
             held = params_or_shapes
-            params_or_shapes = avals_of((held.params, held.model_state) if options.has_state else held.params)  # it may be consumed
+            params_or_shapes = (held.params, held.model_state) if options.has_state else held.params
+        params_or_shapes = jax.tree.map(_known, params_or_shapes)
         variables = variables_of(options, params_or_shapes)
         if fn is not None:
             setup, chosen = self._opened(where), self._function(where, fn)
@@ -671,3 +672,9 @@ class Forward:
         fn = self._options.loss_fn if fn is None else fn
         fn = Unchanged(fn) if engine.options.has_state else fn
         return self._functions.engine(engine, fn, batch, key, reduce_aux=reduce_aux)
+
+
+def _known(leaf: Leaf) -> Leaf:
+    """An array, or its shape if a step has consumed it: that is still known."""
+    gone = isinstance(leaf, jax.Array) and leaf.is_deleted()
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if gone else leaf

@@ -307,12 +307,10 @@ def _handing(line: BoundLine) -> float:
 
 
 def _moving(line: BoundLine, places: Sequence[Place], sizes: Mapping[Name, int], target: Target) -> float:
-    """What a send, or a copy to host memory and back, takes at least; calls of the host count as nothing."""
+    """What a send, or a copy to host memory and back, takes at least; nothing for a batch, which may be there before the call."""
     if line.copies is not None:
         return copy_seconds(sum(sizes.get(name, 0) for name in line.outputs), target)
-    if not line.is_send:
+    if not line.is_send or line.inputs[0].stage == CALLER:
         return 0.0
     (source,), (name,) = line.inputs, line.outputs
-    if source.stage == CALLER:
-        return copy_seconds(sizes.get(name, 0), target)
     return send_seconds(sizes.get(name, 0), places[source.stage].devices[0], line.place.devices[0], target)

@@ -589,6 +589,7 @@ def test_what_is_wrong_is_said_before_anything_runs(two_stages, monkeypatch, nam
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore::jaxpp.MicrobatchWarning")  # the loss takes the first example of each microbatch alone
 def test_pipelines_that_do_not_generate():
     def loss_fn(params, batch):
         return SMALL.fn(params, SMALL.carry, batch[:1])[1].mean()

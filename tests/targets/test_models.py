@@ -6,6 +6,7 @@ otherwise.
 """
 
 import math
+import warnings
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -125,7 +126,9 @@ def compiled():
         if name not in known:
             model = MODELS[name]()
             pipe = pipeline(model)
-            known[name] = model, pipe, pipe.programs(model.shapes, model.batch)
+            with warnings.catch_warnings():  # batch normalisation is told
+                warnings.simplefilter("ignore", jaxpp.MicrobatchWarning)
+                known[name] = model, pipe, pipe.programs(model.shapes, model.batch)
         return known[name]
 
     return get
