@@ -27,7 +27,8 @@ transformers.logging.set_verbosity_error()
 jax.config.update("jax_num_cpu_devices", 4)  # for a laptop; GPUs are used where there are any
 
 # %%
-config = transformers.GPT2Config(vocab_size=300, n_positions=64, n_embd=64, n_layer=4, n_head=4, tie_word_embeddings=False)
+sizes = {"vocab_size": 300, "n_positions": 64, "n_embd": 64, "n_layer": 4, "n_head": 4}
+config = transformers.GPT2Config(**sizes, eos_token_id=299, bos_token_id=299, tie_word_embeddings=False)
 model = transformers.FlaxGPT2LMHeadModel(config, _do_init=False)
 # With weights: model, params = transformers.FlaxGPT2LMHeadModel.from_pretrained("gpt2", _do_init=False)
 

@@ -373,7 +373,8 @@ WITH_EFFECTS = set(
     "addupdate box_get box_set buffer_callback call call_exported call_hi_primitive check closed_call compute_on cond core_map "
     "custom_jvp_call custom_jvp_call_jaxpr custom_linear_solve custom_vjp_call custom_vmap_call dce_sink debug_callback "
     "debug_print empty_ref eval_jaxpr ffi_call free_ref freeze get inspect_sharding io_callback jit jaxpr_call log_extend log_read "
-    "new_box new_log new_ref remat2 remat_opt run_state scan shape_assertion shard_map swap while zeros_like".split()
+    "new_box new_log new_ref optimization_barrier remat2 remat_opt run_state scan shape_assertion shard_map swap while "
+    "xla_metadata_call zeros_like".split()
 )
 """Primitives that may have effects: their own, or those of functions inside. Each was looked at."""
 

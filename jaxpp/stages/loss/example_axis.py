@@ -115,9 +115,9 @@ _COMPARES = frozenset("eq ne lt le gt ge".split())
 _ELEMENTWISE = _COMPARES | frozenset(
     "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz complex "
     "cos cosh digamma eq_to erf erf_inv erfc exp exp2 expm1 floor from_edtype igamma igamma_grad_a igammac integer_pow "
-    "is_finite le_to lgamma log log1p logistic lt_to max min mulhi nextafter not or polygamma population_count pow "
+    "is_finite le_to lgamma log log1p log2 logistic lt_to max min mulhi nextafter not or polygamma population_count pow "
     "random_clone random_fold_in random_unwrap random_wrap regularized_incomplete_beta rem round rsqrt shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh to_edtype xor zeta".split()
+    "shift_right_arithmetic shift_right_logical sign one_minus_square sin sinh sqrt square tan tanh to_edtype xor zeta".split()
 )
 _RANDOM = frozenset(
     "random_bits random_seed random_split threefry2x32 threefry4x32 philox2x32 philox4x32 random_gamma rng_bit_generator "
@@ -143,7 +143,8 @@ _BETWEEN_SHARDS = frozenset(
     "psum psum_invariant pmax pmin ppermute pvary pcast all_gather all_gather_invariant all_gather_reduced all_to_all "
     "reduce_scatter axis_index preduced reduced_vary_cast vary_unreduced_cast unreduced_psum unreduced_reduce_scatter".split()
 )
-_BODIES = CALLS | CUSTOM_RULES | CHECKPOINTS | {"call", "composite", "custom_vmap_call", "call_hi_primitive", "remat_opt"}
+_NESTED = frozenset("call composite custom_vmap_call call_hi_primitive remat_opt xla_metadata_call".split())
+_BODIES = CALLS | CUSTOM_RULES | CHECKPOINTS | _NESTED
 _OTHERS = frozenset(
     "mul div select_n top_k approx_top_k rev fft argsort optimization_barrier scan shard_map while cond custom_linear_solve split "
     "unstack stack tile".split()
@@ -1087,8 +1088,8 @@ def _stops_each(body: Jaxpr, num_fixed: int) -> bool:
 
 
 TOLD_OF = frozenset(
-    "after_all create_token call_exported core_map custom_lin custom_partitioning debug_callback debug_print ffi_call get "
-    "io_callback linear_call pallas_call pure_callback ragged_all_to_all reduce run_state select_and_scatter swap".split()
+    "after_all create_token call_exported core_map custom_lin custom_partitioning debug_callback debug_print eval_jaxpr ffi_call get "
+    "io_callback linear_call pallas_call polynomial pure_callback ragged_all_to_all reduce run_state select_and_scatter swap".split()
 )
 """Primitives of which nobody knows what they do with the examples that they read: a function of the host, a kernel, a state."""
 
