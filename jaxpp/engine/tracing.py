@@ -244,7 +244,8 @@ class Tracing:
 
         The first sizes are those of a microbatch and of a whole batch. A loss that cannot be traced at one of these, such as a
         model for one size, is compared at other sizes. Of a loss that can, but is another list of equations at each, nobody knows
-        what microbatches make, unless it is seen at other sizes that they change it.
+        what microbatches make, unless it is seen at other sizes that they change it. One that takes a single example at a time, as
+        a decoder with a cache of one sequence does, cannot mix examples, and there is no other function of the whole batch.
         """
         size = num_examples(jax.tree.leaves(microbatch), loss.shared)
         if is_ragged(jax.tree.leaves(microbatch), loss.shared):
@@ -267,6 +268,8 @@ class Tracing:
             if trial.whole or not traces.failed.keys().isdisjoint(ends) or _tells(trial):
                 return trial
             break  # it may be another function at the sizes that are needed
+        if size == 1 and not traces.known and all(aval_of(atom).shape[:1] == (1,) for atom in loss.aux):
+            return _Trial(loss, Examples.by_shape(loss, 1), (1, 1), whole=False)
         return reason
 
 

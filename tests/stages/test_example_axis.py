@@ -781,3 +781,20 @@ def test_every_primitive_of_jax_is_known_or_told_of():
     names = {kind_of(like.replace(primitive=each)) for each in vars(primitives).values() if isinstance(each, Primitive)}
     assert names <= example_axis.KNOWN | example_axis.TOLD_OF
     assert not example_axis.KNOWN & example_axis.TOLD_OF
+
+
+def test_a_function_of_one_example_at_a_time_mixes_none():
+    def one(params, x):
+        return jax.lax.dynamic_update_slice(jnp.zeros((1, 6)), jnp.tanh(x @ params), (0, 1))
+
+    forward = jaxpp.Forward(one, num_stages=1, num_microbatches=4, devices=jax.devices()[:1])
+    w, x = jnp.eye(3) / 2, jnp.arange(12.0).reshape(4, 3)
+    made = forward.apply(forward.init(w, x), x)
+    np.testing.assert_allclose(made, np.concatenate([one(w, row[None]) for row in x]), rtol=1e-6)
+    with pytest.raises(jaxpp.errors.OutputError, match=r"with 2 examples in a batch it raises"):
+        jaxpp.Forward(lambda w, x: one(w, x).sum(), num_stages=1, num_microbatches=4).init(w, x)
+    loss = lambda w, x: (one(w, x) ** 2).sum()  # noqa: E731
+    value, grads = jaxpp.value_and_grad(loss, num_stages=1, num_microbatches=4)(w, x)
+    want = jax.value_and_grad(lambda w: jnp.mean(jnp.stack([loss(w, row[None]) for row in x])))(w)
+    np.testing.assert_allclose(value, want[0], rtol=1e-6)
+    np.testing.assert_allclose(grads, want[1], rtol=1e-6)
