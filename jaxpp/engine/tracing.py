@@ -216,7 +216,8 @@ class Tracing:
             weight = _Counted(self, loss_fn, tuple(variables), key)
         elif isinstance(trial, _Trial) and verdict is not None:
             whole = trial.whole and verdict.what == options.reduction and weight is None
-            if count > 1 and not given_weights and (weight is None or verdict.what == "mixed"):
+            one_by_one = trial.sizes == (1, 1)  # there is no function of more examples from which the step could differ
+            if count > 1 and not one_by_one and not given_weights and (weight is None or verdict.what == "mixed"):
                 leaves = [f"batch{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(microbatch)]
                 told = advice(trial.loss, verdict, count, options.reduction, leaves, automatic=automatic)
                 remarks += [told] if told else []

@@ -798,3 +798,5 @@ def test_a_function_of_one_example_at_a_time_mixes_none():
     want = jax.value_and_grad(lambda w: jnp.mean(jnp.stack([loss(w, row[None]) for row in x])))(w)
     np.testing.assert_allclose(value, want[0], rtol=1e-6)
     np.testing.assert_allclose(grads, want[1], rtol=1e-6)
+    summed, _ = jaxpp.value_and_grad(loss, num_stages=1, num_microbatches=4, reduction="sum")(w, x)
+    np.testing.assert_allclose(summed, 4 * want[0], rtol=1e-6)
