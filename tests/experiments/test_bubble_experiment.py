@@ -20,7 +20,7 @@ def result(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_rows_hold_what_was_measured_beside_what_was_simulated(result):
+def test_rows_hold_what_was_measured_beside_what_was_simulated_and_every_profile_is_drawn(result):
     first, second = result.rows
     assert first.ideal == simulate(make("1f1b", num_ranks=2, num_microbatches=4)).bubble_fraction
     assert (first.residuals, second.residuals) == (2, 2)
@@ -36,10 +36,6 @@ def test_rows_hold_what_was_measured_beside_what_was_simulated(result):
     assert table(result).count("MiB") == 6
     assert "bogus: " in table(result)
     assert json.loads(result.to_json())["rows"][1]["name"] == "zb-v"
-
-
-@pytest.mark.slow
-def test_every_profile_is_drawn_and_exported(result):
     names = {path.name for path in result.config.out.iterdir()}
     assert names == {f"{name}{end}" for name in ("1f1b", "zb-v") for end in (".png", "_pebbles.png", ".html", ".trace.json")}
     assert json.loads((result.config.out / "zb-v.trace.json").read_text())["traceEvents"]

@@ -16,7 +16,6 @@ from experiments.gpu.pipelines import ready
 from experiments.gpu.plan import case_of, summary
 from experiments.gpu.rows import Job
 from experiments.gpu.sizes import LARGE, SMALL
-from experiments.options import ConfigError
 from jaxpp.observe.bound import HostWork, StepBound
 from jaxpp.observe.evaluate import parts
 from jaxpp.schedule import make
@@ -137,23 +136,6 @@ def test_without_the_plug_in_a_plan_says_how_to_install_it(monkeypatch):
     message = command(monkeypatch, "--plan h100 --devices 3")
     assert "JAX needs its CUDA plug-in" in message
     assert 'Fix: pip install "jaxpp[targets]"' in message
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"plan": ("h100",), "models": ("gtp",)}, "--models gtp: there is no such model. Fix: pass some of gpt, scanned_gpt, mlp"),
-        ({"plan": ("h100",), "models": ()}, "--models: there is none. Fix: "),
-        ({"plan": ("h100",), "devices": 0}, "--devices 0: counts start at 1. Fix: pass 1 or more."),
-        ({"plan": ("h100",), "parts": ("speed",)}, "--plan with --parts: a plan has models instead of parts. Fix: "),
-        ({"models": ("mlp",)}, "--models and --devices: only a plan has them. Fix: pass for example --plan h100."),
-        ({"devices": 2}, "--models and --devices: only a plan has them."),
-    ],
-)
-def test_options_that_make_no_plan_are_refused(options, message):
-    with pytest.raises(ConfigError) as caught:
-        Config(**options)
-    assert str(caught.value).startswith(message)
 
 
 JOB = Job("speed", "mlp", SMALL, None, 60)

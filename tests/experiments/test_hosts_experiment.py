@@ -10,7 +10,6 @@ import pytest
 
 from experiments.hosts.launch import free_ports
 from experiments.hosts.main import Config, run, table
-from experiments.options import ConfigError
 
 ROOT = Path(__file__).parents[2]
 MAIN = """
@@ -23,13 +22,9 @@ main()
 SMALL = {"width": 8, "depth": 4, "batch": 8, "microbatches": 4, "losses": 2, "steps": 2, "rounds": 1, "ranks": 2}
 
 
-@pytest.fixture(scope="module")
-def result():
-    return run(Config(processes=(2,), **SMALL))
-
-
 @pytest.mark.long
-def test_two_processes_have_the_losses_of_one_and_share_its_work(result):
+def test_two_processes_have_the_losses_of_one_share_its_work_and_send_activations_and_cotangents():
+    result = run(Config(processes=(2,), **SMALL))
     one, two = result.rows
     assert (one.processes, two.processes) == (1, 2)
     assert two.losses == one.losses and len(one.losses) == 2
@@ -38,10 +33,6 @@ def test_two_processes_have_the_losses_of_one_and_share_its_work(result):
     assert max(two.instructions) < one.instructions[0]
     assert (one.ratio, one.sends, one.crossing) == (1, 0, (0.0,))
     assert min(two.crossing) > 0
-
-
-@pytest.mark.long
-def test_what_crosses_are_activations_forward_and_cotangents_back(result):
     crossings = {(source, target, kind): (times, size) for source, target, kind, times, size in result.rows[1].crossings}
     whole = 8 * 8 * 4  # the batch, of the width, in float32
     assert crossings[0, 1, "activations"] == crossings[1, 0, "cotangents"] == (4, whole)
@@ -83,18 +74,3 @@ def test_processes_started_by_slurm_find_each_other_and_the_first_says_what_they
     assert [process.returncode for process in processes] == [0, 0]
     assert "Losses: 0." in first
     assert "Losses" not in second
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ranks": 6, "processes": (4,)}, "--processes 4 --ranks 6: each process has as many devices"),
-        ({"schedule": "2f2b"}, "--schedule 2f2b: there is no such schedule"),
-        ({"batch": 4}, "--batch 4 --microbatches 8: each microbatch needs an example"),
-        ({"processes": (0,)}, "--processes 0: counts start at 1"),
-    ],
-)
-def test_options_that_make_no_run_are_refused(options, message):
-    with pytest.raises(ConfigError) as error:
-        Config(**options)
-    assert message in str(error.value)

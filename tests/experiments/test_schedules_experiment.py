@@ -18,7 +18,7 @@ def result(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_rows_are_those_of_the_formulae(result):
+def test_rows_are_those_of_the_formulae_and_every_figure_can_be_read(result):
     p, m = 2, 4
     rows = {row.name: row for row in result.rows}
     assert list(rows) == list(SCHEDULES) and not result.refused
@@ -29,18 +29,10 @@ def test_rows_are_those_of_the_formulae(result):
     assert rows["1f1b"].bubble_fraction == pytest.approx((p - 1) / (m + p - 1))
     assert rows["interleaved"].bubble_fraction == pytest.approx((p - 1) / (2 * m + p - 1))
     assert rows["zb-h1"].makespan == 3 * m + p - 1
-
-
-@pytest.mark.long
-def test_all_schedules_do_the_same_work(result):
     p, m = 2, 4
     for row in result.rows:
         assert row.makespan * (1 - row.bubble_fraction) == pytest.approx(3 * m)
         assert row.own_bubble <= row.bubble_fraction * p * row.makespan
-
-
-@pytest.mark.long
-def test_every_figure_is_there_and_can_be_read(result):
     assert len(result.files) == 2 * len(SCHEDULES) + 2
     assert sorted(result.files) == sorted(result.config.out.iterdir())
     for file in result.files:
