@@ -33,8 +33,8 @@ from jaxpp.runtime import execute
 from jaxpp.runtime.execute import first_slots
 from jaxpp.schedule import SCHEDULES, Action, Kind, make
 from jaxpp.stages.program import Program, Ref, Role
-from jaxpp.verify import GRAD_FLOOR, compare, oracle
-from tests.models import LAYERS, PARAMS, X, gpt_case, looped, loss_fn, mlp_case, pipeline, schedule_for
+from jaxpp.verify import compare, oracle
+from tests.models import LAYERS, PARAMS, X, looped, loss_fn, pipeline, schedule_for
 from tests.random_models import random_model
 
 WIDTH = 8
@@ -53,39 +53,56 @@ def deep(params, x, key):
     return jnp.mean((x @ params["w0"].T) ** 2)
 
 
-def counting(params, model_state, x, key):
-    mean = 0.9 * model_state["mean"] + 0.1 * x.mean(0)
-    return deep(params, x - model_state["mean"], key), ({"mean": mean}, ())
-
-
-def scanned(params, x, key):
-    x, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])
-    return jnp.mean(x**2) + 0 * jax.random.normal(key)
-
-
 OPTIMIZERS = {
     "sgd": optax.sgd(0.1, momentum=0.9),
     "clipped adamw": optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2)),
-    "muon": optax.contrib.muon(1e-2),
 }
-
-
-def delayed(loss, optimizer, variables, steps, num_microbatches=4, **options):
-    """Training on one device, the gradients late by one step: what ``delay=1`` is defined by."""
-    params, *state = variables
-    before, moments, losses = params, optimizer.init(params), []
-    for batch, key in steps:
-        given = {"model_state": state[0]} if state else {}
-        value, _, grads, *state = oracle(loss, before, batch, key, num_microbatches, **given, **options)
-        updates, moments = optimizer.update(grads, moments, params)
-        before, params = params, optax.apply_updates(params, updates)
-        losses.append(value)
-    return params, before, moments, state, losses
 
 
 def equal(left, right):
     for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@contextlib.contextmanager
+def before_each(monkeypatch, call):
+    """Call with every instruction of a step, and of the rest of the step before it, before it runs."""
+    plain = execute.dispatch
+
+    def seen(instructions):
+        for instruction in instructions:
+            call(instruction)
+            yield instruction
+
+    def dispatch(parts, observer=None):
+        plain(((slots, seen(instructions)) for slots, instructions in parts), observer)
+
+    with monkeypatch.context() as patch:
+        for room in ("engine", "tail"):
+            patch.setattr(f"jaxpp.engine.{room}.dispatch", dispatch)
+        yield
+
+
+def failing(monkeypatch, when):
+    """An instruction of which this is so fails."""
+
+    def fail(instruction):
+        if when(instruction):
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    return before_each(monkeypatch, fail)
+
+
+def begun(delay=1, **options):
+    """A pipeline of three stages, and its first state."""
+    pipe = pipeline(stages=3, microbatches=4, delay=delay, **options)
+    return pipe, pipe.init(PARAMS, X)
+
+
+def loss_of_list(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
 
 
 def flowing(pipe, init, steps, *, ends=lambda number: False):
@@ -104,56 +121,6 @@ def training_steps():
     return [(jnp.asarray(np.random.default_rng(k).normal(size=(12, WIDTH))), key) for k, key in enumerate(KEYS)]
 
 
-SHORT = {("plain", "clipped adamw"), ("state", "sgd")}
-
-
-@pytest.mark.parametrize(
-    ("kind", "optimizer"),
-    [
-        pytest.param(kind, name, marks=[] if (kind, name) in SHORT else pytest.mark.long)
-        for kind in ("plain", "state", "stacked", "frozen")
-        for name in OPTIMIZERS
-    ],
-)
-def test_training_equals_the_delayed_loop_on_one_device(kind, optimizer):
-    with jax.enable_x64(True):
-        init, chosen, steps = deep_init(), OPTIMIZERS[optimizer], training_steps()
-        loss, variables = deep, (init,)
-        if kind == "state":
-            loss, variables = counting, (init, {"mean": jnp.zeros(WIDTH)})
-        if kind == "stacked":
-            loss, variables = scanned, ({"layers": jnp.stack(list(init.values()))},)
-        if kind == "frozen":
-            labels = {name: "none" if name in ("w2", "w5") else "some" for name in init}
-            chosen = optax.multi_transform({"none": optax.set_to_zero(), "some": chosen}, labels)
-        options = {"has_state": True} if kind == "state" else {}
-        pipe = jaxpp.Pipeline(loss, chosen, num_stages=4, num_microbatches=4, delay=1, **options)
-        state, metrics = flowing(pipe, variables if kind == "state" else variables[0], steps)
-        params, before, moments, model_state, losses = delayed(loss, chosen, variables, steps)
-        compare("params", state.params, params)
-        compare("previous", state.previous, before)
-        compare("moments", state.opt_state, moments)
-        compare("model state", state.model_state, *(model_state or [()]))
-        compare("losses", [each.loss for each in metrics], losses)
-        assert pipe.verify(state, *steps[0])
-
-
-@pytest.mark.parametrize("case", [pytest.param(make, marks=mark) for make, mark in ((mlp_case, ()), (gpt_case, pytest.mark.long))])
-def test_models_with_aux_equal_the_delayed_loop_on_one_device(case):
-    with jax.enable_x64(True):
-        case = case("float64")
-        pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), num_stages=3, num_microbatches=4, has_aux=True, delay=1)
-        steps = [(case.batch, case.key)] * 3
-        state, metrics = flowing(pipe, case.params, steps)
-        params, before, *_, losses = delayed(
-            case.loss_fn, optax.sgd(0.1), (case.params,), steps, has_aux=True, reducers=case.reducers
-        )
-        compare("params", state.params, params, floor=GRAD_FLOOR)  # an attention key's bias is nothing but rounding
-        compare("previous", state.previous, before, floor=GRAD_FLOOR)
-        compare("losses", [each.loss for each in metrics], losses)
-        assert len(jax.tree.leaves(metrics[-1].aux)) == len(jax.tree.leaves(metrics[0].aux)) > 0
-
-
 NAMES = [name for name in SCHEDULES if name != "naive"]
 
 
@@ -170,8 +137,7 @@ def test_steps_that_flow_have_the_bits_of_steps_that_end(name):
 
 
 def test_a_step_returns_before_its_last_backwards_and_whoever_looks_at_the_state_ends_it():
-    pipe = pipeline(stages=3, microbatches=4, delay=1)
-    state = pipe.init(PARAMS, X)
+    pipe, state = begun()
     for look in (
         lambda state, _: state.params,
         lambda state, _: jax.block_until_ready(state),
@@ -202,8 +168,7 @@ def test_other_batch_sizes_and_numbers_of_microbatches_flow_too():
     steps = [X, X[:5], X, jaxpp.Microbatches([X[:3], X[:2], X]), jaxpp.Microbatches([X, X[:1]]), X]
     results = []
     for ends in (False, True):
-        pipe = pipeline(stages=3, microbatches=4, delay=1)
-        state = pipe.init(PARAMS, X)
+        pipe, state = begun()
         for batch in steps:
             state, _ = pipe.step(state, batch)
             if ends:
@@ -213,8 +178,7 @@ def test_other_batch_sizes_and_numbers_of_microbatches_flow_too():
 
 
 def test_a_state_that_a_later_step_has_consumed_is_refused_and_one_that_is_kept_is_not():
-    pipe = pipeline(stages=3, microbatches=4, delay=1)
-    first = pipe.init(PARAMS, X)
+    pipe, first = begun()
     second, _ = pipe.step(first, X)
     with pytest.raises(StateError, match="consumed by an earlier step"):
         pipe.step(first, X)
@@ -304,8 +268,7 @@ def test_pipelines_of_all_kinds_flow_or_end_with_the_same_bits(options):
 
 def test_a_checkpoint_of_steps_in_flow_goes_on_with_the_same_bits(tmp_path):
     def run(restart):
-        pipe = pipeline(stages=3, microbatches=4, delay=1)
-        state = pipe.init(PARAMS, X)
+        pipe, state = begun()
         for number in range(4):
             if restart and number == 2:
                 with ocp.StandardCheckpointer() as checkpointer:
@@ -345,12 +308,7 @@ def test_there_are_two_versions_of_the_weights_at_the_fullest(monkeypatch):
     monkeypatch.setattr("jaxpp.plan.step.ZEROED", 0)  # as of large stages: the first backward makes the sums
     shape = (37, 37)
 
-    def loss(params, x):
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x**2)
-
-    pipe = jaxpp.Pipeline(loss, optax.sgd(0.1), num_stages=4, num_microbatches=4, delay=1)
+    pipe = jaxpp.Pipeline(loss_of_list, optax.sgd(0.1), num_stages=4, num_microbatches=4, delay=1)
     x = jnp.ones((8, 37))
     state = pipe.init(lambda key: [jax.random.normal(key, shape)] * 4, KEYS[0], x)
     for _ in range(2):
@@ -373,12 +331,7 @@ def test_there_are_two_versions_of_the_weights_at_the_fullest(monkeypatch):
 
 
 def test_every_moment_of_steps_in_flow_is_as_forecast(monkeypatch):
-    def loss(params, x):
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return jnp.mean(x**2)
-
-    pipe = jaxpp.Pipeline(loss, OPTIMIZERS["clipped adamw"], num_stages=4, num_microbatches=6, delay=1)
+    pipe = jaxpp.Pipeline(loss_of_list, OPTIMIZERS["clipped adamw"], num_stages=4, num_microbatches=6, delay=1)
     x = jnp.ones((48, 40), jnp.float32)
     state = pipe.init([jnp.eye(40, dtype=jnp.float32)] * 4, x)
     for _ in range(2):
@@ -412,27 +365,18 @@ def test_every_moment_of_steps_in_flow_is_as_forecast(monkeypatch):
 def test_ctrl_c_leaves_a_step_undone_or_done(monkeypatch):
     results = []
     for interrupt in (None, 0, 3, 20, 40):
-        pipe = pipeline(stages=3, microbatches=4, delay=1)
-        state = pipe.init(PARAMS, X)
+        pipe, state = begun()
         for _ in range(2):
             state, _ = pipe.step(state, X)
-        count, plain = itertools.count(), execute.dispatch
-
-        def broken(parts, observer=None, count=count, plain=plain, interrupt=interrupt):
-            def seen(instructions):
-                for instruction in instructions:
-                    if next(count) == interrupt:
-                        signal.raise_signal(signal.SIGINT)
-                    yield instruction
-
-            plain(((slots, seen(instructions)) for slots, instructions in parts), observer)
-
+        count = itertools.count()
         if interrupt is not None:
-            monkeypatch.setattr("jaxpp.engine.engine.dispatch", broken)
-            monkeypatch.setattr("jaxpp.engine.tail.dispatch", broken)
-            with pytest.raises(KeyboardInterrupt):
+
+            def press(_, at=interrupt, count=count):
+                if next(count) == at:
+                    signal.raise_signal(signal.SIGINT)
+
+            with before_each(monkeypatch, press), pytest.raises(KeyboardInterrupt):
                 pipe.step(state, X)
-            monkeypatch.undo()
             state = pipe.state
         while state.step < 4:
             state, _ = pipe.step(state, X)
@@ -442,50 +386,24 @@ def test_ctrl_c_leaves_a_step_undone_or_done(monkeypatch):
 
 
 def test_a_step_that_fails_leaves_the_step_before_it_whole(monkeypatch):
-    pipe = pipeline(stages=3, microbatches=4, delay=1)
-    state = pipe.init(PARAMS, X)
+    pipe, state = begun()
     expected = state = pipe.step(state, X)[0]
-    plain = execute.dispatch
-
-    def failing(parts, observer=None):
-        def seen(instructions):
-            for instruction in instructions:
-                if str(instruction.about.action) == "0F2":
-                    raise RuntimeError("RESOURCE_EXHAUSTED")
-                yield instruction
-
-        plain(((slots, seen(instructions)) for slots, instructions in parts), observer)
-
-    monkeypatch.setattr("jaxpp.engine.tail.dispatch", failing)
-    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+    fails = failing(monkeypatch, lambda instruction: str(instruction.about.action) == "0F2")
+    with fails, pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         pipe.step(state, X)
-    monkeypatch.undo()
     assert pipe.state is expected
-    other = pipeline(stages=3, microbatches=4, delay=1)
-    start = other.init(PARAMS, X)
+    other, start = begun()
     equal(expected, other.step(start, X)[0])
     pipe.step(expected, X)
 
 
 def test_the_rest_of_a_step_that_fails_leaves_no_state_and_says_so(monkeypatch):
-    pipe = pipeline(stages=3, microbatches=4, delay=1)
-    state, metrics = pipe.step(pipe.init(PARAMS, X), X)
-    plain = execute.dispatch
-
-    def failing(parts, observer=None):
-        def seen(instructions):
-            for instruction in instructions:
-                if instruction.label == "update stage 1":
-                    raise RuntimeError("RESOURCE_EXHAUSTED")
-                yield instruction
-
-        plain(((slots, seen(instructions)) for slots, instructions in parts), observer)
-
-    monkeypatch.setattr("jaxpp.engine.tail.dispatch", failing)
-    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED") as error:
+    pipe, state = begun()
+    state, metrics = pipe.step(state, X)
+    fails = failing(monkeypatch, lambda instruction: instruction.label == "update stage 1")
+    with fails, pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED") as error:
         pipe.step(state, X)
     assert any("go on from a checkpoint" in note for note in error.value.__notes__)
-    monkeypatch.undo()
     for ask in (lambda: state.params, lambda: pipe.state, lambda: metrics.grad_norm, lambda: pipe.step(state, X)):
         with pytest.raises(StateError, match="a step that failed in part left no state"):
             ask()
@@ -493,8 +411,7 @@ def test_the_rest_of_a_step_that_fails_leaves_no_state_and_says_so(monkeypatch):
 
 
 def test_a_step_that_fails_holds_nothing_of_it(monkeypatch):
-    pipe = pipeline(stages=3, microbatches=4, delay=1)
-    state = pipe.init(PARAMS, X)
+    pipe, state = begun()
     seen, plain = [], execute.dispatch
 
     def failing(parts, observer=None):
@@ -509,19 +426,6 @@ def test_a_step_that_fails_holds_nothing_of_it(monkeypatch):
     assert seen == [[]], "a traceback that is kept holds the list, and nothing in it"
     monkeypatch.undo()
     pipe.step(state, X)
-
-
-@pytest.mark.long
-def test_model_state_of_replicas_flows_too():
-    variables = deep_init(), {"mean": jnp.zeros(WIDTH)}
-    results = []
-    for ends in (False, True):
-        options = {"num_stages": 2, "num_microbatches": 3, "data_parallel": 2, "has_state": True}
-        pipe = jaxpp.Pipeline(counting, OPTIMIZERS["sgd"], delay=1, **options)
-        state, _ = flowing(pipe, variables, training_steps(), ends=lambda _, ends=ends: ends)
-        assert ends or tail_of(state, pipe.engine) is not None
-        results.append(state)
-    equal(*results)
 
 
 def test_a_profile_shows_steps_that_overlap():
@@ -573,19 +477,18 @@ def test_the_plan_of_steps_that_overlap_makes_what_the_steps_make():
 
 
 def test_what_cannot_be_late_is_refused():
-    with pytest.raises(ArgumentError, match=r"delay=2: gradients are of the parameters"):
-        pipeline(delay=2)
-    with pytest.raises(ArgumentError, match="a loss scale, which a step may skip"):
-        pipeline(delay=1, loss_scale=DynamicScale())
-    with pytest.raises(ArgumentError, match="host='params'"):
-        pipeline(delay=1, host="params")
     bank = jaxpp.Bank({"a": {"w": jnp.ones(2)}}, optax.adam(1e-2))
-    with pytest.raises(ArgumentError, match="the set of a task is of one step"):
-        pipeline(lambda params, own, x: loss_fn(params, x) * own["w"].sum(), delay=1, bank=bank)
-    pipe = pipeline(delay=1)
+    for options, message in (
+        ({"delay": 2}, r"delay=2: gradients are of the parameters"),
+        ({"loss_scale": DynamicScale()}, "a loss scale, which a step may skip"),
+        ({"host": "params"}, "host='params'"),
+        ({"bank": bank}, "the set of a task is of one step"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            pipeline(lambda params, own, x: loss_fn(params, x), **{"delay": 1} | options)
+    pipe, _ = begun()
     with pytest.raises(ArgumentError, match=r"pipe\.other"):
         pipe.other(loss_fn)
-    pipe.init(PARAMS, X)
     with pytest.raises(StateError, match=r"a state is a jaxpp\.State"):
         pipe.flush(PARAMS)
 
@@ -750,23 +653,10 @@ class Session:
     def op_fail(self):
         """A program fails: of this step, which then has changed nothing; or of the rest of the step before, whose state is lost."""
         saved = jax.device_get(self.state) if self.rng.random() < 0.5 else None
-        count, fails, plain = itertools.count(), self.rng.integers(60), execute.dispatch
-
-        def failing(parts, observer=None):
-            def seen(instructions):
-                for instruction in instructions:
-                    if next(count) == fails:
-                        raise RuntimeError("RESOURCE_EXHAUSTED")
-                    yield instruction
-
-            plain(((slots, seen(instructions)) for slots, instructions in parts), observer)
-
+        count, fails = itertools.count(), self.rng.integers(60)
         step, rest = self.state.step, tail_of(self.state, self.pipe.engine)
-        with self.monkeypatch.context() as patch:
-            patch.setattr("jaxpp.engine.engine.dispatch", failing)
-            patch.setattr("jaxpp.engine.tail.dispatch", failing)
-            with contextlib.suppress(RuntimeError):
-                self.op_step()
+        with failing(self.monkeypatch, lambda _: next(count) == fails), contextlib.suppress(RuntimeError):
+            self.op_step()
         if rest is not None and rest.failed:
             with pytest.raises(StateError, match="failed in part left no state"):
                 self.pipe.step(self.state, self.x)
@@ -822,8 +712,7 @@ def test_threads_that_look_while_another_trains_disturb_nothing(num_steps):
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_of_threads_that_step_one_state_one_does_and_the_others_are_told_that_it_is_consumed(delay):
-    pipe = pipeline(stages=3, microbatches=4, delay=delay)
-    state = pipe.init(PARAMS, X)
+    pipe, state = begun(delay)
     with ThreadPoolExecutor(4) as pool:
         for number in range(1, 11):
             calls = [pool.submit(pipe.step, state, X) for _ in range(4)]

@@ -13,13 +13,9 @@ from sklearn.datasets import load_digits
 import jaxpp
 from jaxpp.verify import compare
 
+pytestmark = pytest.mark.usefixtures("x64")
+
 DIGITS = (load_digits().images / 16).reshape(-1, 64)
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 class Autoencoder(nn.Module):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpp
@@ -85,43 +84,6 @@ def test_every_mesh_equals_the_oracle_whatever_the_schedule(model, stages, shape
 def pipeline(case, optimizer=None, num_microbatches=2, **options):
     given = {"num_stages": 2, "has_aux": True, "shardings": RULES[case.name]} | options
     return jaxpp.Pipeline(case.loss_fn, optimizer or optax.adamw(1e-2), num_microbatches=num_microbatches, **given)
-
-
-@pytest.mark.long
-def test_steps_on_a_mesh_equal_those_of_one_replica_with_as_many_microbatches():
-    case = gpt_case(batch_size=16)
-    found = []
-    for count, options in ((2, {"mesh": mesh_of()}), (4, {"shardings": None})):
-        pipe = pipeline(case, optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9)), count, **options)
-        state = pipe.init(case.params, case.batch)
-        for step in range(2):
-            state, metrics = pipe.step(state, case.batch, jax.random.key(step))
-        found.append((metrics, state, pipe.evaluate(state, case.batch, case.key)))
-    (metrics, state, evaluated), (plain, wanted, expected) = found
-    compare("metrics", metrics, plain)
-    compare("params", state.params, wanted.params, floor=0.01)
-    compare("evaluate", evaluated, expected)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"weight": lambda batch: (batch["y"] + 1).sum()},
-        {"reduce_aux": {"ones": "sum", "accuracy": "max", "logits": "join"}},
-        pytest.param({"schedule": "zb-h1", "remat": "recompute"}, marks=pytest.mark.long),
-        pytest.param({"loss_scale": DynamicScale(scale=2.0**10)}, marks=pytest.mark.long),
-    ],
-    ids=["weight", "reduce_aux", "zb-h1 and remat", "loss_scale"],
-)
-@pytest.mark.long
-def test_options_mean_the_same_on_a_mesh(options):
-    case = mlp_case(batch_size=24)
-    pipe = pipeline(case, num_microbatches=3, data_parallel=2, **({"shardings": None} | options))
-    state = pipe.init(case.params, case.batch)
-    pipe.verify(state, case.batch)
-    state, metrics = pipe.step(state, case.batch)
-    assert np.isfinite(metrics.loss) and metrics.aux["logits"].shape == (24, 2)
-    pipe.verify(state, case.batch)
 
 
 @pytest.mark.long
@@ -262,27 +224,6 @@ def test_the_axis_names_of_flax_become_shardings():
 
 
 @pytest.mark.long
-def test_a_loop_over_layers_is_cut_on_a_mesh():
-    def loss_fn(params, batch):
-        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None), batch, params)
-        return jnp.mean(x**2)
-
-    rng = np.random.default_rng(0)
-    params = {
-        "up": jnp.asarray(rng.normal(size=(4, 8, 16)) / 4, "float32"),
-        "down": jnp.asarray(rng.normal(size=(4, 16, 8)), "float32"),
-    }
-    batch = jnp.asarray(rng.normal(size=(8, 8)), "float32")
-    rules = {"up": PartitionSpec(None, None, "model"), "down": PartitionSpec(None, "model", None)}
-    pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-2), num_stages=2, mesh=mesh_of(), shardings=rules)
-    state = pipe.init(params, batch)
-    pipe.verify(state, batch)
-    state, _ = pipe.step(state, batch)
-    assert state.params["up"].shape == (4, 8, 16)
-    pipe.verify(state, batch)
-
-
-@pytest.mark.long
 def test_forecast_and_profile_count_what_each_device_of_a_rank_holds():
     case = mlp_case(batch_size=16)
     pipe = pipeline(case, mesh=mesh_of())
@@ -307,20 +248,16 @@ def ids(leaf):
 
 
 @pytest.mark.long
-def test_a_pipeline_without_a_mesh_communicates_nothing_inside_its_stages():
-    case = mlp_case()
-    pipe = pipeline(case, shardings=None)
-    pipe.init(case.params, case.batch)
-    assert not pipe.collectives(case.batch).rows
-
-
-@pytest.mark.long
-def test_ranks_share_sub_meshes_if_there_are_fewer():
+def test_ranks_share_sub_meshes_if_there_are_fewer_and_without_a_mesh_nothing_is_communicated_inside_of_stages():
     case = mlp_case(batch_size=16)
     pipe = pipeline(case, num_stages=4, data_parallel=4, shardings=None, devices=jax.devices())
     state = pipe.init(case.params, case.batch)
     assert len({str(stage.device) for stage in pipe.stages}) == 2
     pipe.verify(state, case.batch)
+    case = mlp_case()
+    pipe = pipeline(case, shardings=None)
+    pipe.init(case.params, case.batch)
+    assert not pipe.collectives(case.batch).rows
 
 
 @pytest.mark.long
@@ -373,7 +310,7 @@ def test_a_mesh_that_cannot_be_is_refused(options, lines):
         assert line in str(error.value)
 
 
-def test_a_batch_that_replicas_cannot_share_is_refused():
+def test_a_batch_that_replicas_cannot_share_and_devices_named_twice_are_refused():
     case = mlp_case(batch_size=18)
     pipe = pipeline(case, data_parallel=4, shardings=None)
     with pytest.raises(jaxpp.errors.BatchError, match=r"18 examples for 4 replicas.\n  Fix: pass a batch of 16 examples"):
@@ -381,9 +318,6 @@ def test_a_batch_that_replicas_cannot_share_is_refused():
     small = jax.tree.map(lambda leaf: leaf[:4], case.batch)
     with pytest.raises(jaxpp.errors.BatchError, match=r"4 examples for 4 x 2.\n  Fix: pass a batch of 8 examples or more"):
         pipe.init(case.params, small)
-
-
-def test_devices_named_twice_are_refused_for_replicas():
     case = mlp_case(batch_size=16)
     with pytest.raises(jaxpp.errors.ArgumentError, match="name each device once"):
         pipeline(case, devices=jax.devices()[:1] * 2, data_parallel=2, shardings=None)

@@ -12,6 +12,8 @@ import jaxpp
 from jaxpp.errors import ArgumentError, OptimizerError, StateError
 from jaxpp.verify import compare
 
+pytestmark = pytest.mark.usefixtures("x64")
+
 RNG = np.random.default_rng(0)
 PLAYERS = "generator", "critic"
 
@@ -38,12 +40,6 @@ def critic_loss(params, batch):
     real = mlp(params["critic"], batch["x"])
     fake = mlp(params["critic"], mlp(params["generator"], batch["z"]))
     return (jax.nn.softplus(-real) + jax.nn.softplus(fake)).mean()
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    with jax.enable_x64(True):
-        yield
 
 
 LOSSES = {"generator": generator_loss, "critic": critic_loss}

@@ -13,15 +13,9 @@ import jaxpp
 from jaxpp.errors import ParamsError
 from jaxpp.observe.memory.liveness import step_liveness
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = pytest.mark.usefixtures("x64")
 
 LAYERS, WIDTH, RANK = 4, 32, 2
-
-
-@pytest.fixture
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 def adapted_layer(key, kind=jnp.int8):

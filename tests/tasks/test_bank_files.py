@@ -73,6 +73,31 @@ def folders(directory):
     return {child.name for child in pathlib.Path(directory).iterdir()}
 
 
+def restored(directory, manifest, optimizer=ADAM):
+    """A bank that had no sets, and that a manifest was restored into."""
+    bank = jaxpp.Bank({}, optimizer)
+    bank.restore(directory, manifest)
+    return bank
+
+
+def no_room_for(name, monkeypatch):
+    """The sets of this name are not saved, for want of room."""
+    save = ocp.Checkpointer.save
+
+    def failing(self, path, *args, **options):
+        if name in path.name:
+            pathlib.Path(f"{path}.orbax-checkpoint-tmp").mkdir()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, path, *args, **options)
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", failing)
+
+
+def script(code, *arguments):
+    """The command that runs a script, and where it finds jaxpp."""
+    return [sys.executable, "-c", code, *arguments], {**os.environ, "PYTHONPATH": os.getcwd()}
+
+
 def test_a_bank_comes_back_bit_for_bit_in_a_bank_that_has_never_seen_its_sets(tmp_path):
     bank = jaxpp.Bank({t: theta(t, 4 + t % 2) for t in range(12)}, NOISY)
     for t in range(0, 12, 5):
@@ -81,8 +106,7 @@ def test_a_bank_comes_back_bit_for_bit_in_a_bank_that_has_never_seen_its_sets(tm
             task.params = optax.apply_updates(task.params, updates)
     manifest = through_json(bank.save(tmp_path))
     assert len(folders(tmp_path)) == 12
-    again = jaxpp.Bank({}, NOISY)
-    again.restore(tmp_path, manifest)
+    again = restored(tmp_path, manifest, optimizer=NOISY)
     assert bits(again) == bits(bank)
     assert again.tasks == bank.tasks
     started = jaxpp.Bank({t: theta(99, 4 + t % 2) for t in range(12)}, NOISY)
@@ -102,8 +126,7 @@ def test_saving_after_one_task_changed_writes_one_task(tmp_path):
     assert folders(tmp_path) == there | new
     after = bits(bank)
     for manifest, expected in ((first, before), (second, after)):  # the earlier checkpoint stays whole
-        again = jaxpp.Bank({}, ADAM)
-        again.restore(tmp_path, manifest)
+        again = restored(tmp_path, manifest)
         assert bits(again) == expected
 
 
@@ -146,16 +169,13 @@ def test_a_restore_in_the_middle_of_a_run_takes_the_bank_back_on_the_devices_too
     assert bank.save(tmp_path) == manifest
 
 
-def test_each_directory_has_its_own_account_however_it_is_written(tmp_path, monkeypatch):
+def test_each_directory_has_its_own_account_however_it_is_written_and_what_somebody_deleted_is_written_again(tmp_path, monkeypatch):
     bank = bank_of("cat")
     first = bank.save(tmp_path / "a")
     bank.save(tmp_path / "b")
     monkeypatch.chdir(tmp_path)
     assert bank.save("a") == bank.save(f"{tmp_path}/b/../a/") == first
     assert len(folders("a")) == len(folders("b")) == 1
-
-
-def test_a_folder_that_somebody_deleted_is_written_again(tmp_path):
     bank = bank_of("cat", "dog")
     first = bank.save(tmp_path)
     shutil.rmtree(tmp_path / folder_of(first, "cat"))
@@ -172,8 +192,7 @@ def test_a_set_in_use_is_saved_as_it_was_before_its_block(tmp_path):
         with pytest.raises(BankError, match=r"set 'cat': a set in use cannot be restored"):
             bank.restore(tmp_path, first)
     second = bank.save(tmp_path)
-    again = jaxpp.Bank({}, ADAM)
-    again.restore(tmp_path, first)
+    again = restored(tmp_path, first)
     np.testing.assert_array_equal(again.params("cat")["w"], theta(0)["w"])
     again.restore(tmp_path, second)
     np.testing.assert_array_equal(again.params("cat")["w"], theta(0)["w"] + 1)
@@ -228,17 +247,13 @@ NAMES = [
 
 
 @pytest.mark.long
-def test_names_of_all_kinds_come_back_exactly(tmp_path):
+def test_names_of_all_kinds_come_back_exactly_and_numpy_scalars_find_their_sets_again(tmp_path):
     bank = bank_of(*NAMES)
     manifest = through_json(bank.save(tmp_path))
-    again = jaxpp.Bank({}, ADAM)
-    again.restore(tmp_path, manifest)
+    again = restored(tmp_path, manifest)
     assert [(type(name), name) for name in again] == [(type(name), name) for name in NAMES]
     assert bits(again) == bits(bank)
     assert all(len(folder) < 80 for folder in folders(tmp_path))
-
-
-def test_names_that_are_numpy_scalars_find_their_sets_again(tmp_path):
     names = [np.int64(3), np.str_("cat"), np.float32(0.1)]
     bank = bank_of(*names)
     manifest = through_json(bank.save(tmp_path))
@@ -306,8 +321,7 @@ def test_trees_of_all_kinds_come_back(kind, tmp_path):
 )
 def test_optimizer_states_of_all_kinds_come_back(optimizer, tmp_path):
     bank = bank_of("cat", optimizer=optimizer)
-    again = jaxpp.Bank({}, optimizer)
-    again.restore(tmp_path, bank.save(tmp_path))
+    again = restored(tmp_path, bank.save(tmp_path), optimizer=optimizer)
     assert bits(again) == bits(bank)
     with again.use("cat") as task:
         updates, task.opt_state = optimizer.update(jax.tree.map(jnp.ones_like, task.params), task.opt_state, task.params)
@@ -323,7 +337,7 @@ def test_two_leaves_that_orbax_would_take_for_one_are_refused(tmp_path):
     assert not folders(tmp_path)
 
 
-def test_plain_orbax_opens_the_folder_of_a_set(tmp_path):
+def test_plain_orbax_opens_the_folder_of_a_set_and_a_key_in_it_can_be_used_at_once(tmp_path):
     bank = bank_of("cat")
     change(bank, "cat")
     folder = tmp_path / folder_of(bank.save(tmp_path), "cat")
@@ -334,9 +348,6 @@ def test_plain_orbax_opens_the_folder_of_a_set(tmp_path):
     expected = {"params": bank.params("cat"), "opt_state": bank.opt_state("cat")}
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     assert [np.asarray(x).tobytes() for x in jax.tree.leaves(found)] == [x.tobytes() for x in jax.tree.leaves(expected)]
-
-
-def test_a_key_that_plain_orbax_reads_can_be_used_at_once(tmp_path):
     bank = bank_of("cat", optimizer=NOISY)
     folder = tmp_path / folder_of(bank.save(tmp_path), "cat")
     with ocp.StandardCheckpointer() as checkpointer:
@@ -490,12 +501,10 @@ def test_a_manifest_that_gives_a_set_the_values_of_another_is_refused(tmp_path):
     refused(bank_of("cat"), tmp_path, manifest | {"sets": [[cat, *row[1:]] for row in manifest["sets"]]}, damage)  # one name twice
     refused(bank_of("cat"), tmp_path, manifest | {"sets": [[cat, folder, False]]}, damage)  # which Python takes for 0
     refused(bank_of("cat", "dog"), tmp_path, {name: manifest[name] for name in ("sets", "forms")}, damage)
-    refused(bank_of("cat", "dog"), tmp_path, manifest | {"jaxpp_bank": True}, "version True; this jaxpp reads version 1")
-
-
-def test_a_manifest_of_a_later_version_is_refused(tmp_path):
-    manifest = bank_of("cat").save(tmp_path) | {"jaxpp_bank": 2}
-    refused(bank_of("cat"), tmp_path, manifest, "version 2; this jaxpp reads version 1")
+    for version in (2, True):
+        refused(
+            bank_of("cat", "dog"), tmp_path, manifest | {"jaxpp_bank": version}, f"version {version}; this jaxpp reads version 1"
+        )
 
 
 SGD = optax.sgd(0.1)
@@ -540,16 +549,8 @@ def test_a_save_that_fails_in_the_middle_says_what_is_written_and_the_next_one_w
     there = folders(tmp_path)
     for name in ("cat", "dog", "owl"):
         change(bank, name)
-    changed, save, calls = bits(bank), ocp.Checkpointer.save, []
-
-    def failing(self, path, *args, **options):
-        calls.append(path)
-        if len(calls) == 2:
-            pathlib.Path(f"{path}.orbax-checkpoint-tmp").mkdir()
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(self, path, *args, **options)
-
-    monkeypatch.setattr(ocp.Checkpointer, "save", failing)
+    changed = bits(bank)
+    no_room_for("dog", monkeypatch)
     message = r"(?s)stays whole if a save fails.*Got: OSError: \[Errno 28\] No space left on device\n"
     with pytest.raises(
         BankError, match=message + ".*1 of the 3 sets that changed are saved, 'dog' is not.*Fix: free room"
@@ -560,8 +561,7 @@ def test_a_save_that_fails_in_the_middle_says_what_is_written_and_the_next_one_w
     assert bits(bank) == changed
     one = folders(tmp_path) - there
     assert len(one) == 1 and next(iter(one)).startswith("set-cat-")
-    again = jaxpp.Bank({}, ADAM)
-    again.restore(tmp_path, first)
+    again = restored(tmp_path, first)
     assert bits(again) == before
     second = bank.save(tmp_path)
     assert folder_of(second, "cat") in one
@@ -599,8 +599,7 @@ def test_a_file_that_may_not_grow_is_an_error_that_says_so(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not folders(tmp_path)
-    again = jaxpp.Bank({}, SGD)
-    again.restore(tmp_path, bank.save(tmp_path))
+    again = restored(tmp_path, bank.save(tmp_path), optimizer=SGD)
     assert bits(again) == bits(bank)
 
 
@@ -628,16 +627,15 @@ bank.save(sys.argv[1])
 def test_a_save_that_is_killed_leaves_earlier_sets_whole_and_prune_deletes_what_it_left(tmp_path):
     bank = jaxpp.Bank({t: {"w": np.full((64, 64), -t, "f")} for t in range(3)}, ADAM)
     manifest = bank.save(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], env=environment) as process:
+    command, environment = script(KILLED, tmp_path)
+    with subprocess.Popen(command, env=environment) as process:
         try:
             while len(folders(tmp_path)) < 3 + 5:  # it is in the middle
                 assert process.poll() is None
         finally:
             process.kill()
     assert process.returncode == -signal.SIGKILL
-    again = jaxpp.Bank({}, ADAM)
-    again.restore(tmp_path, manifest)
+    again = restored(tmp_path, manifest)
     assert bits(again) == bits(bank)
     gone = again.prune(tmp_path, [manifest])
     assert len(gone) >= 5
@@ -686,14 +684,7 @@ def test_prune_keeps_what_the_last_manifest_names_after_a_save_that_failed(tmp_p
     named = {folder for _, folder, _ in bank.save(tmp_path)["sets"]}
     assert len(bank.prune(tmp_path, [])) == 1
     change(bank, "cat"), change(bank, "dog")
-    save = ocp.Checkpointer.save
-
-    def failing(self, path, *args, **options):
-        if "dog" in path.name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        save(self, path, *args, **options)
-
-    monkeypatch.setattr(ocp.Checkpointer, "save", failing)
+    no_room_for("dog", monkeypatch)
     with pytest.raises(BankError, match="1 of the 2 sets that changed are saved, 'dog' is not"):
         bank.save(tmp_path)
     assert bank.prune(tmp_path, []) == ()
@@ -878,19 +869,19 @@ def test_an_interrupt_while_sets_are_replaced_comes_after_the_last_of_them(tmp_p
     assert bank.save(tmp_path) == manifest
 
 
+QUIET = """
+import sys, numpy as np, optax, jax, jaxpp
+assert not [name for name in sys.modules if name.startswith("orbax")]
+bank = jaxpp.Bank({"cat": {"w": np.ones(3, "f")}}, optax.adam(.1))
+manifest = bank.save(sys.argv[1])
+bank.restore(sys.argv[1], manifest)
+jaxpp.Bank({}, optax.adam(.1)).restore(sys.argv[1], manifest)
+bank.prune(sys.argv[1], [manifest])
+"""
+
+
 @pytest.mark.long
 def test_jaxpp_does_not_import_orbax_and_writes_nothing_to_standard_error(tmp_path):
-    code = "\n".join(
-        [
-            "import sys, numpy as np, optax, jax, jaxpp",
-            "assert not [name for name in sys.modules if name.startswith('orbax')]",
-            "bank = jaxpp.Bank({'cat': {'w': np.ones(3, 'f')}}, optax.adam(.1))",
-            "manifest = bank.save(sys.argv[1])",
-            "bank.restore(sys.argv[1], manifest)",
-            "jaxpp.Bank({}, optax.adam(.1)).restore(sys.argv[1], manifest)",
-            "bank.prune(sys.argv[1], [manifest])",
-        ]
-    )
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], env=environment, capture_output=True, text=True, check=True)
+    command, environment = script(QUIET, tmp_path)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stderr == ""
