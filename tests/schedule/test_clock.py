@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpp.errors import ScheduleError
 from jaxpp.schedule import SCHEDULES, Kind, Schedule, make, ring, simulate
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.clock import Timing, handed_over, makespan, replay
@@ -208,33 +207,3 @@ def test_each_process_hands_over_what_its_own_ranks_do():
     found = handed_over(schedule.order, dict.fromkeys(schedule.order, 1), (0, 1))
     for rank, row in enumerate(schedule.rows):
         assert [found[action] for action in row] == [1, 2, 3, 4, 5, 6], rank
-
-
-@pytest.mark.parametrize("wrong", [-1, 1.5, True, "1", [1], [1, 2, 3], [1, -1], {0: 1}])
-def test_an_offload_that_is_no_number_of_microbatches_is_refused(wrong):
-    with pytest.raises(ScheduleError) as error:
-        simulate(make("1f1b", num_ranks=2), offload=wrong)
-    rule = "offload is the number of microbatches whose residuals stay, at least 0, or None; or a sequence of one a stage"
-    assert str(error.value).splitlines() == [
-        f"simulate(...): {rule}.",
-        f"  Got: offload={wrong!r}.",
-        "  Fix: pass offload=1, or 2 of them.",
-    ]
-
-
-@pytest.mark.parametrize("wrong", [0, -1, float("nan"), float("inf"), True, "2", [2]])
-def test_a_capacity_that_is_not_positive_is_refused(wrong):
-    with pytest.raises(ScheduleError) as error:
-        simulate(make("1f1b", num_ranks=2), capacity=wrong)
-    assert str(error.value).splitlines() == [
-        "simulate(...): capacity is the number of ranks that compute at full speed at once, more than 0.",
-        f"  Got: capacity={wrong!r}.",
-        "  Fix: pass capacity=2 for two cores, or None.",
-    ]
-
-
-@pytest.mark.parametrize("wrong", [-1, [1], "slow", None])
-def test_a_copy_that_is_no_cost_is_refused(wrong):
-    with pytest.raises(ScheduleError) as error:
-        simulate(make("1f1b", num_ranks=2), offload=1, copy=wrong)
-    assert f"Got: copy={wrong!r}." in str(error.value)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from jaxpp.errors import ScheduleError
-from jaxpp.schedule import SCHEDULES, flow, forward, make, simulate
+from jaxpp.schedule import SCHEDULES, flow, make, simulate
 from jaxpp.schedule.action import Kind
 
 COSTS = {"forward": 1, "input_grad": 1, "weight_grad": 1}
@@ -60,11 +59,3 @@ def test_it_is_a_schedule_as_any_other():
     assert several == make("1f1b", num_ranks=2, num_microbatches=4), "which never drains"
     assert "2 steps in flow" in str(several)
     assert flow(make("zb-v", num_ranks=2, num_microbatches=2), 1) == make("zb-v", num_ranks=2, num_microbatches=2)
-
-
-def test_what_is_no_number_of_steps_and_what_does_not_train_is_refused():
-    one = make("1f1b", num_ranks=2, num_microbatches=2)
-    with pytest.raises(ScheduleError, match="num_steps"):
-        flow(one, 0)
-    with pytest.raises(ScheduleError, match="steps that train follow one another"):
-        flow(forward(num_ranks=2, num_microbatches=2), 2)

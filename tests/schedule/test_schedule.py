@@ -34,14 +34,6 @@ def test_an_action_prints_and_parses_back(stage, kind, microbatch):
     assert parse(str(action)) == action
 
 
-@pytest.mark.parametrize(
-    "text", ["", "F0", "2F", "2X0", "0B1.5", "1BOGUS", "-1F0", "2 F0", "02F0", "\u0662F0", 3, None, "9" * 5000]
-)
-def test_what_is_no_action_is_refused(text):
-    with pytest.raises(ScheduleError, match="an action is written"):
-        parse(text)
-
-
 def broken_laws(schedule, p, m, v):
     """The laws, counted and walked here by other means than the constructor's."""
     owner = {stage: rank for rank, row in enumerate(schedule.rows) for stage in {a.stage for a in row}}
@@ -85,6 +77,7 @@ def test_the_order_of_each_rank_is_pytorchs(file):
 
 def test_a_v_puts_first_and_last_stage_on_rank_0_and_others_are_dealt_round_robin():
     assert make("interleaved", num_ranks=3, num_microbatches=3, stages_per_rank=2).stage_to_rank == (0, 1, 2, 0, 1, 2)
+    assert Schedule("mine", rows("1F0 1B0", "0F0 0B0")).stage_to_rank == (1, 0), "read off the rows"
     for name in ("zb-v", "v-half", "v-min", "dualpipe-v"):
         assert make(name, num_ranks=3).stage_to_rank == (0, 1, 2, 2, 1, 0)
 
@@ -95,12 +88,7 @@ def test_the_tables_are_the_golden_ones(name):
     assert make(name, num_ranks=3, num_microbatches=m).table(width=120) + "\n" == (GOLDEN / f"{name}_3x{m}.txt").read_text()
 
 
-def test_the_heading_counts_in_singular_and_plural():
-    assert make("naive", num_ranks=1, num_microbatches=1).heading == "naive: 1 rank, 1 stage, 1 microbatch"
-    assert make("gpipe", num_ranks=2, num_microbatches=3).heading == "gpipe: 2 ranks, 2 stages, 3 microbatches"
-
-
-def test_a_table_is_wrapped_to_the_width_and_a_long_one_becomes_an_overview():
+def test_a_table_is_wrapped_to_the_width_a_long_one_becomes_an_overview_and_headings_count():
     schedule = make("1f1b", num_ranks=4, num_microbatches=8)
     assert max(map(len, schedule.table(width=80).splitlines())) <= 80
     assert all(schedule.table(width=80).count(str(action)) for row in schedule.rows for action in row)
@@ -109,6 +97,8 @@ def test_a_table_is_wrapped_to_the_width_and_a_long_one_becomes_an_overview():
     assert max(map(len, long)) <= 80
     assert long[1][6:10] == "FFFF"
     assert long[16][6:8] == "··"
+    assert make("naive", num_ranks=1, num_microbatches=1).heading == "naive: 1 rank, 1 stage, 1 microbatch"
+    assert make("gpipe", num_ranks=2, num_microbatches=3).heading == "gpipe: 2 ranks, 2 stages, 3 microbatches"
 
 
 def test_nothing_ties_one_microbatch_to_another():
@@ -120,53 +110,6 @@ def test_nothing_ties_one_microbatch_to_another():
 
 def rows(*texts):
     return tuple(tuple(text.split()) for text in texts)
-
-
-@pytest.mark.parametrize(
-    ("cells", "message", "marked"),
-    [
-        (("0F0 0F0 0B0",), "0F0, rank 0: a duplicate", ">0F0<"),
-        (("0F0 0F1 0B1",), "0B0 is missing", ">0B0 missing<"),
-        (("0F0 0I0",), "0W0 is missing", ">0W0 missing<"),
-        (("0F0 0W0",), "0I0 is missing", ">0I0 missing<"),
-        (("0F0 0B0 0I0 0W0",), "0B0 beside 0I0 beside 0W0", ">0B0< >0I0< >0W0<"),
-        (("0F0 0F1 0B0 0I0 0W0",), "0B1 is missing", ">0B1 missing<"),  # a count of backwards does not see it
-        (("0B0",), "0F0 is missing", ">0F0 missing<"),
-        (("0F0 0B0 1F0 1B0", "1F1 1B1", "0F1 0B1"), "0F1 stands in the row of rank 2, its stage belongs to rank 0", ">0F1<"),
-        (("0F0 0B0 5F0",), "stage 5 is out of range, for there is no stage 1: 5F0", ">5F0<"),
-        (("0F0 0B0 0F7",), "microbatch 7 is out of range, for there is no microbatch 1: 0F7", ">0F7<"),
-    ],
-)
-def test_an_incomplete_or_misplaced_schedule_is_refused_when_made(cells, message, marked):
-    with pytest.raises(ScheduleError) as error:
-        Schedule("mine", rows(*cells))
-    assert message in str(error.value)
-    assert marked in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("cells", "message"),
-    [
-        ([["0F0", "0B0"], ["1F0", "1B0"], ["3F0", "3B0"]], "stage 3 is out of range, for there is no stage 2: 3F0, 3B0"),
-        ([["1F0", "1B0"]], "stage 1 is out of range, for there is no stage 0"),
-        ([["0F1", "0B1"]], "microbatch 1 is out of range, for there is no microbatch 0"),
-        ([[f"0F{i}" for i in (0, 2, 3, 4, 5)]], "microbatches 2 to 5 are out of range, for there is no microbatch 1: 0F2, 0F3"),
-        ([["1F0", "0F0", "0B0"], ["1F0", "1B0"]], "1F0 stands in the row of rank 0, its stage belongs to rank 1"),
-        ([["0F0", "0B0"], []], "rank 1: no action"),
-        ([], "no rows"),
-        (["0F0 0B0", "1F0 1X0"], "rank 1, cell 1: '1X0'"),
-        ([[0, None]], "rank 0, cell 0: 0"),
-        ([[Action(0, Kind.F, 0), Action(0, Kind.B, 0), Action(0, Kind.F, -1)]], "rank 0, cell 2: Action("),
-        ([[Action(0, "X", 0)]], "rank 0, cell 0: Action("),
-        ([[Action(False, Kind.F, 0)]], "rank 0, cell 0: Action("),
-        (7, "rank 0, cell 0: 7"),
-    ],
-)
-def test_gaps_and_what_is_no_action_are_named_with_their_place(cells, message):
-    with pytest.raises(ScheduleError) as error:
-        Schedule("mine", cells)
-    assert message in str(error.value)
-    assert len(str(error.value).splitlines()) < 30
 
 
 def test_a_microbatch_left_out_of_a_large_table_is_one_line():
@@ -183,12 +126,6 @@ def test_rows_may_be_strings_and_numpys_integers_are_integers():
     assert Schedule("mine", ["0F0 0B0", "1F0 1B0"]) == plain
     assert Schedule("mine", [[Action(np.int64(a.stage), a.kind, a.microbatch) for a in row] for row in plain.rows]) == plain
     assert make("1f1b", num_ranks=np.int64(2), num_microbatches=np.int32(3)) == make("1f1b", num_ranks=2, num_microbatches=3)
-
-
-@pytest.mark.parametrize("owners", [(0, -1), (0.0, 1), "01", {0: 0, 1: 1}, 3])
-def test_owners_that_are_none_are_refused(owners):
-    with pytest.raises(ScheduleError, match="stage_to_rank is a sequence that gives each stage the rank of a row"):
-        Schedule("mine", rows("0F0 0B0", "1F0 1B0"), owners)
 
 
 def test_what_a_schedule_hands_out_cannot_change_it():
@@ -216,44 +153,6 @@ def test_on_the_clock_an_action_starts_when_the_last_of_what_it_waits_for_is_the
                 assert ran[action].end - ran[action].start == durations[action] and ran[action].rank == rank
 
 
-def test_all_violations_are_listed_and_a_long_list_is_cut():
-    with pytest.raises(ScheduleError) as error:
-        Schedule("mine", [[*(f"0F{i}" for i in range(41)), "0B40"]])
-    assert "0B0 is missing\n" in str(error.value)
-    assert "\n       and 30 more.\n" in str(error.value)
-    assert "(34 more)" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("cells", "cycle"),
-    [
-        (
-            ("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1"),
-            [
-                "0B0 needs 1B0",
-                "1B0 stands after 1F1 in its row",
-                "1F1 needs 0F1",
-                "0F1 stands after 0B0 in its row",
-            ],
-        ),
-        (("0F0 0F1 0B0 0B1", "1B0 1F0 1F1 1B1"), ["1B0 needs 1F0", "1F0 stands after 1B0 in its row"]),
-        (("0F0 0W0 0I0",), ["0W0 needs 0I0", "0I0 stands after 0W0 in its row"]),
-        (
-            ("0F0 0B1 0F1 0B0", "1F0 1B0 1F1 1B1"),
-            ["0B1 needs 0F1", "0F1 stands after 0B1 in its row"],
-        ),
-    ],
-)
-def test_rows_that_wait_for_one_another_are_refused_with_the_shortest_cycle_marked(cells, cycle):
-    with pytest.raises(ScheduleError) as error:
-        Schedule("mine", rows(*cells))
-    text = str(error.value)
-    assert text.split("Got: ")[1].split(".\n", maxsplit=1)[0].split("\n       ") == cycle
-    for line in cycle:
-        assert f">{line.split()[0]}<" in text
-    assert text.count(">") == len(cycle)
-
-
 def test_a_large_broken_table_is_refused_at_once_and_only_the_ranks_that_matter_are_shown():
     good = make("1f1b", num_ranks=32, num_microbatches=64)
     swapped = [list(row) for row in good.rows]
@@ -270,48 +169,6 @@ def test_a_large_broken_table_is_refused_at_once_and_only_the_ranks_that_matter_
     assert "ranks 8 to 31: ..." in text
 
 
-def test_i_and_w_may_stand_for_b():
-    assert Schedule("mine", rows("0F0 0I0 0W0", "1F0 1I0 1W0")).num_stages == 2
-
-
-def test_owners_are_read_off_the_rows_or_given():
-    cells = rows("1F0 1B0", "0F0 0B0")
-    assert Schedule("mine", cells).stage_to_rank == (1, 0)
-    with pytest.raises(ScheduleError, match="1F0 stands in the row of rank 0, its stage belongs to rank 1"):
-        Schedule("mine", cells, (0, 1))
-    with pytest.raises(ScheduleError, match="stage_to_rank is a sequence that gives each stage the rank of a row"):
-        Schedule("mine", cells, (0, 2))
-
-
-def test_an_unknown_name_gets_the_nearest_one():
-    with pytest.raises(ScheduleError, match="Fix: write 'gpipe'"):
-        make("gpip", num_ranks=2)
-    for name in ("foo", None, 1, ["1f1b"]):
-        with pytest.raises(ScheduleError, match="Fix: pass one of these names, or a Schedule"):
-            make(name, num_ranks=2)
-
-
-@pytest.mark.parametrize(("p", "m", "v"), [(0, 1, 1), (1, 0, 1), (-1, -1, 1), (1.5, 2, 1), (2, 2, 0), (True, 2, 1)])
-def test_counts_below_one_are_refused(p, m, v):
-    with pytest.raises(ScheduleError, match="counts are whole numbers of at least 1"):
-        make("1f1b", num_ranks=p, num_microbatches=m, stages_per_rank=v)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "fix"),
-    [
-        ("interleaved", {"num_ranks": 4, "num_microbatches": 13}, "pass num_microbatches=12 or num_microbatches=15"),
-        ("dualpipe-v", {"num_ranks": 4, "num_microbatches": 7}, "pass num_microbatches=8"),
-        ("1f1b", {"num_ranks": 4, "stages_per_rank": 2}, "pass stages_per_rank=1, or use 'interleaved' or 'looped-bfs'"),
-        ("zb-v", {"num_ranks": 4, "stages_per_rank": 3}, "pass stages_per_rank=2"),
-    ],
-)
-def test_sizes_a_schedule_cannot_do_are_refused_with_the_nearest_ones(name, options, fix):
-    with pytest.raises(ScheduleError) as error:
-        make(name, **options)
-    assert f"Fix: {fix}." in str(error.value)
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_csv_round_trips_both_ways(name):
     for p, m, v in sizes(name, ranks=(1, 3), microbatches=(1, 6)):
@@ -320,26 +177,12 @@ def test_csv_round_trips_both_ways(name):
         assert from_csv(schedule.to_csv(), name="again").to_csv() == schedule.to_csv()
 
 
-def test_csv_has_no_text_no_action_or_a_mark_of_excel():
-    assert from_csv("\ufeff0F0,0B0\r\n") == Schedule("mine", rows("0F0 0B0"))
-    assert from_csv("0F0,0B0\r1F0,1B0\r").num_ranks == 2
-    for text in (None, "", "0F0,0B0\n\n1F0,1B0\n"):
-        with pytest.raises(ScheduleError):
-            from_csv(text)
-
-
-def test_csv_passes_over_idle_cells_and_reads_overlapped_pairs():
+def test_csv_passes_over_idle_cells_and_a_mark_of_excel_and_reads_overlapped_pairs():
     text = '0F0,,,"0B0"\r\n,1F0, 1B0 ,\r\n'
     assert from_csv(text) == Schedule("mine", rows("0F0 0B0", "1F0 1B0"))
     assert from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n") == Schedule("mine", rows("0F0 0F1 0B0 0B1"))
-
-
-@pytest.mark.parametrize("cell", ["0B1.5", "1BOGUS", "0SEND_F1", "0UNSHARD", "(0F1)OVERLAP_F_B"])
-def test_csv_names_every_cell_it_cannot_read(cell):
-    with pytest.raises(ScheduleError) as error:
-        from_csv(f"0F0,{cell},0B0\n1F0,x\n")
-    assert f"line 1, cell 2: {cell!r}" in str(error.value)
-    assert "line 2, cell 2: 'x'" in str(error.value)
+    assert from_csv("\ufeff0F0,0B0\r\n") == Schedule("mine", rows("0F0 0B0"))
+    assert from_csv("0F0,0B0\r1F0,1B0\r").num_ranks == 2
 
 
 def test_the_schedule_lab_needs_neither_jax_nor_numpy():

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpp.errors import ScheduleError
 from jaxpp.schedule import SCHEDULES, Kind, Schedule, make, simulate
 
 SIZES = list(itertools.product(range(1, 9), (1, 2, 3, 5, 8, 13, 16, 33)))
@@ -52,11 +51,6 @@ def test_zb_v_with_unit_stages_has_a_makespan_bubble_of_3_and_none_in_its_own_sp
     r = simulate(make("zb-v", num_ranks=4, num_microbatches=8))
     assert r.idle == (3,) * 4
     assert r.own_bubble == (0,) * 4
-
-
-@pytest.mark.parametrize(("p", "peak"), [(4, 9), (8, 17)])
-def test_dualpipe_v_holds_9_residuals_on_4_ranks_and_17_on_8(p, peak):
-    assert set(simulate(make("dualpipe-v", num_ranks=p, num_microbatches=4 * p)).peak_residuals) == {peak}
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -125,23 +119,6 @@ def test_the_bubbles_of_v_half_and_v_min_are_about_a_half_and_two_thirds_of_1f1b
     assert 1 / 2 <= (run("v-min", p, m).makespan - 3 * m) / plain <= fractions.Fraction(2, 3)
 
 
-def test_naive_uses_a_quarter_of_four_ranks():
-    r = run("naive", 4, 1)
-    assert r.utilisation == (0.25,) * 4
-    assert r.bubble_fraction == 0.75
-
-
-@pytest.mark.parametrize("m", range(1, 9))
-def test_microbatches_speed_a_pipeline_up_by_m_p_over_m_plus_p_minus_1(m):
-    plain = run("naive", 4, m).makespan
-    assert plain / run("gpipe", 4, m).makespan == fractions.Fraction(4 * m, m + 3)
-
-
-def test_more_stages_a_rank_divide_the_bubble():
-    bubbles = [run("interleaved", 4, 16, v).makespan - 48 for v in (1, 2, 3, 4)]
-    assert bubbles == [9, 4.5, 3, 2.25]
-
-
 def test_a_transfer_hidden_behind_compute_costs_less_than_one_that_is_not():
     schedule = make("1f1b", num_ranks=4, num_microbatches=8)
     free, hidden, open_ = (
@@ -202,15 +179,10 @@ def test_each_process_hands_over_the_actions_of_its_own_ranks():
     assert sum(own.causes[0]) == own.idle[0]
 
 
-def test_one_process_a_rank_is_taken_as_array_too_and_what_is_none_is_refused():
+def test_one_process_a_rank_is_taken_as_array_too():
     schedule = make("1f1b", num_ranks=2, num_microbatches=4)
     own = simulate(schedule, dispatch=1, rank_to_process=(0, 1))
     assert simulate(schedule, dispatch=1, rank_to_process=np.arange(2)).makespan == own.makespan
-    for wrong in (2, (0,), (0, 1, 2), (0, -1), (0, 0.5), (0, True), "01", [0, None]):
-        with pytest.raises(ScheduleError, match="each rank has the number of one process") as error:
-            simulate(schedule, rank_to_process=wrong)
-        assert f"Got: rank_to_process={wrong!r}." in str(error.value)
-        assert "Fix: pass 2 of them" in str(error.value)
 
 
 @given(
@@ -258,26 +230,6 @@ def test_costs_of_single_stages_are_taken_where_they_belong():
     assert r.ends[0, "B", 0] == 1 + 2 + 8 + 4 + 16
 
 
-@pytest.mark.parametrize(
-    "costs",
-    [
-        {"forward": -1},
-        {"forward": [1, 1]},
-        {"input_grad": float("nan")},
-        {"transfer": "fast"},
-        {"dispatch": float("inf")},
-        {"weight_grad": None},
-        {"forward": {1, 2, 3}},
-        {"forward": 10**400},
-        {"forward": True},
-    ],
-)
-def test_what_is_no_cost_is_refused(costs):
-    with pytest.raises(ScheduleError) as error:
-        simulate(make("1f1b", num_ranks=3), **costs)
-    assert f"Got: {next(iter(costs))}=" in str(error.value)
-
-
 def test_arrays_of_costs_count_as_pythons_numbers():
     schedule = make("1f1b", num_ranks=2, num_microbatches=200)
     plain = simulate(schedule, forward=[100, 100], transfer=[0.5])
@@ -291,11 +243,6 @@ def test_exact_costs_have_exact_causes():
         make("1f1b", num_ranks=2, num_microbatches=2), forward=[fractions.Fraction(1, 3), 1], transfer=fractions.Fraction(1, 7)
     )
     assert [sum(causes) for causes in r.causes] == list(r.idle)
-
-
-def test_what_is_no_schedule_is_refused():
-    with pytest.raises(ScheduleError, match="it takes a Schedule"):
-        simulate("1f1b")
 
 
 def test_a_simulation_prints_a_line_and_a_row_a_rank():
