@@ -83,38 +83,30 @@ def test_costs_have_a_number_for_each_stage(machine, family):
     assert 1 <= costs.capacity <= 4
 
 
-@pytest.mark.parametrize(
-    "name", ["zb-h2", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpipe", "looped-bfs", "v-min"))]
-)
+SMALL_GPT = functools.partial(gpt_case, batch_size=8, depth=1)
+PEAKS = {
+    "zb-h2": (CASE, 4, 8, "least"),
+    "gpipe": (CASE, 4, 8, "least"),
+    "gpipe, offload": (CASE, 4, 8, "offload"),
+    "looped-bfs": (CASE, 4, 8, "least"),
+    "v-min": (CASE, 4, 8, "least"),
+    "zb-h1, keys and dropout": (None, 2, 4, "recompute"),
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
 @pytest.mark.long
-def test_peaks_are_those_of_the_forecast(machine, name):
-    candidate = Candidate(make(name, num_ranks=4, num_microbatches=8), remat="least")
-    pipe = jaxpp.Pipeline(CASE.loss_fn, ADAM, has_aux=True, devices=jax.devices()[:4], **candidate.options)
-    forecast = pipe.forecast(jax.eval_shape(CASE.init, jax.random.key(0)), CASE.batch)
-    assert machine.peaks(candidate) == tuple(forecast.peaks[device] for device in jax.devices()[:4])
-
-
-@pytest.mark.long
-def test_peaks_know_what_is_offloaded(machine):
-    schedule = make("gpipe", num_ranks=4, num_microbatches=8)
-    least, moved = (machine.peaks(Candidate(schedule, remat=remat)) for remat in ("least", "offload"))
-    pipe = jaxpp.Pipeline(
-        CASE.loss_fn, ADAM, has_aux=True, devices=jax.devices()[:4], **Candidate(schedule, remat="offload").options
-    )
-    forecast = pipe.forecast(jax.eval_shape(CASE.init, jax.random.key(0)), CASE.batch)
-    assert moved == tuple(forecast.peaks.values())
-    assert sum(moved) < sum(least)
-    assert min(*machine.steps([Candidate(schedule, remat="offload")])) > 0
-
-
-@pytest.mark.long
-def test_peaks_know_keys_and_dropout(tmp_path):
-    case = gpt_case(batch_size=8, depth=1)
-    candidate = Candidate(make("zb-h1", num_ranks=2, num_microbatches=4), remat="recompute")
-    machine = devices(tmp_path, case, devices=jax.devices()[:2])
-    pipe = jaxpp.Pipeline(case.loss_fn, ADAM, has_aux=True, devices=jax.devices()[:2], **candidate.options)
-    forecast = pipe.forecast(case.params, case.batch, case.key)
-    assert machine.peaks(candidate) == tuple(forecast.peaks.values())
+def test_peaks_are_those_of_the_forecast(machine, name, tmp_path):
+    case, num_ranks, num_microbatches, remat = PEAKS[name]
+    ours, case = (machine, case) if case else (devices(tmp_path, SMALL_GPT(), devices=jax.devices()[:2]), SMALL_GPT())
+    schedule = make(name.partition(",")[0], num_ranks=num_ranks, num_microbatches=num_microbatches)
+    candidate = Candidate(schedule, remat=remat)
+    pipe = jaxpp.Pipeline(case.loss_fn, ADAM, has_aux=True, devices=jax.devices()[:num_ranks], **candidate.options)
+    peaks = pipe.forecast(jax.eval_shape(lambda: case.params), case.batch, case.key).peaks
+    assert ours.peaks(candidate) == tuple(peaks[device] for device in jax.devices()[:num_ranks])
+    if remat == "offload":
+        assert sum(ours.peaks(candidate)) < sum(ours.peaks(Candidate(schedule)))
+        assert min(*ours.steps([candidate])) > 0
 
 
 @pytest.mark.long
@@ -146,22 +138,11 @@ def test_another_problem_has_another_file(tmp_path):
         devices(tmp_path, devices=jax.devices()[:2]),
         devices(tmp_path, dataclasses.replace(CASE, loss_fn=other_loss)),
         devices(tmp_path, dataclasses.replace(CASE, batch=jax.tree.map(lambda leaf: leaf[:8], CASE.batch))),
-        Devices(
-            CASE.loss_fn,
-            optax.sgd(1e-2),
-            CASE.init,
-            CASE.batch,
-            devices=jax.devices()[:4],
-            options={"has_aux": True},
-            keep=tmp_path,
-        ),
-        devices(tmp_path, options={"has_aux": True, "loss_scale": jaxpp.DynamicScale()})
-        if hasattr(jaxpp, "DynamicScale")
-        else None,
+        devices(tmp_path, optimizer=optax.sgd(1e-2)),
     ]
-    for machine in filter(None, machines):
+    for machine in machines:
         machine.peaks(Candidate(make("1f1b", num_ranks=2, num_microbatches=2)))
-    assert len(list(tmp_path.glob("*.json"))) == len(list(filter(None, machines)))
+    assert len(list(tmp_path.glob("*.json"))) == len(machines)
     assert devices(tmp_path).remark == ""
 
 

@@ -173,7 +173,7 @@ def test_with_a_budget_the_families_that_promise_most_come_first(dispatch):
     assert budgeted(65.0, dispatch=dispatch)[1].best.predicted < 1.05 * whole
 
 
-def test_a_budget_too_short_for_one_family_is_refused():
+def test_a_budget_too_short_for_one_family_and_no_candidate_at_all_are_refused():
     with pytest.raises(ArgumentError) as raised:
         budgeted(2.5)
     assert str(raised.value).splitlines() == [
@@ -181,9 +181,6 @@ def test_a_budget_too_short_for_one_family_is_refused():
         "  Got: 4 stages, 2 microbatches took 10 s.",
         "  Fix: pass seconds=100 or more, or leave seconds out to measure all.",
     ]
-
-
-def test_no_candidate_at_all_is_refused():
     with pytest.raises(ArgumentError, match="no candidate"):
         search(Virtual(), Space(4, (4,), schedules=("zb-v",), stages_per_rank=(1,)))
 

@@ -48,145 +48,109 @@ def machine(monkeypatch):
     return given
 
 
-@pytest.fixture
-def no_machine(monkeypatch):
-    """Nothing is measured before all arguments have been checked."""
-
-    def devices(*args, **kwargs):
-        raise AssertionError("a machine was made")
-
-    monkeypatch.setattr("jaxpp.tuning.Devices", devices)
-
-
 def tune(**options):
     return jaxpp.tune(loss_fn, OPTIMIZER, init, BATCH, **{"devices": jax.devices()[:4], **options})
 
 
-WRONG = [
-    (
-        {"devices": []},
-        ["devices=[]: a pipeline needs at least one device.", "  Got: an empty list.", "  Fix: leave devices out to use all."],
-    ),
+COUNTS = "it is a whole number of at least 1, or several of them"
+WRONG = [  # options, where and what the rule is, what was got, and what to do
+    ({"devices": []}, "devices=[]: a pipeline needs at least one device", "an empty list", "leave devices out to use all"),
     (
         {"hbm": "much"},
-        [
-            "hbm='much': a size is a number of bytes, at least 1, or a number with a unit.",
-            "  Got: 'much'.",
-            '  Fix: pass for example "80GiB".',
-        ],
+        "hbm='much': a size is a number of bytes, at least 1, or a number with a unit",
+        "'much'",
+        'pass for example "80GiB"',
     ),
     (
         {"seconds": 0},
-        [
-            "jaxpp.tune(..., seconds=...): the budget is a number of seconds above 0, or None.",
-            "  Got: 0.",
-            "  Fix: pass seconds=60, or leave it out to measure all.",
-        ],
+        "(..., seconds=...): the budget is a number of seconds above 0, or None",
+        "0",
+        "pass seconds=60, or leave it out to measure all",
     ),
-    (
-        {"num_microbatches": (4, 0)},
-        [
-            "jaxpp.tune(..., num_microbatches=...): it is a whole number of at least 1, or several of them.",
-            "  Got: (4, 0).",
-            "  Fix: pass for example num_microbatches=(4, 8).",
-        ],
-    ),
+    ({"num_microbatches": (4, 0)}, f"(..., num_microbatches=...): {COUNTS}", "(4, 0)", "pass for example num_microbatches=(4, 8)"),
     (
         {"num_ranks": (2, 6)},
-        [
-            "jaxpp.tune(..., num_ranks=...): there is a device for each rank.",
-            "  Got: num_ranks=6 with devices for 4.",
-            "  Fix: pass 4 or fewer, or more devices.",
-        ],
+        "(..., num_ranks=...): there is a device for each rank",
+        "num_ranks=6 with devices for 4",
+        "pass 4 or fewer, or more devices",
     ),
-    (
-        {"stages_per_rank": 1.5},
-        [
-            "jaxpp.tune(..., stages_per_rank=...): it is a whole number of at least 1, or several of them.",
-            "  Got: 1.5.",
-            "  Fix: pass for example stages_per_rank=(4, 8).",
-        ],
-    ),
+    ({"stages_per_rank": 1.5}, f"(..., stages_per_rank=...): {COUNTS}", "1.5", "pass for example stages_per_rank=(4, 8)"),
     (
         {"remat": "nothing"},
-        [
-            'jaxpp.tune(..., remat=...): candidates keep the least ("least"), everything ("keep"), their inputs ("recompute"), or '
-            'offload ("offload").',
-            "  Got: 'nothing'.",
-            '  Fix: pass remat=("least", "recompute"), for example.',
-        ],
+        '(..., remat=...): candidates keep the least ("least"), everything ("keep"), their inputs ("recompute"), or '
+        'offload ("offload")',
+        "'nothing'",
+        'pass remat=("least", "recompute"), for example',
     ),
     (
         {"num_measured": -1},
-        [
-            "jaxpp.tune(..., num_measured=...): the number of candidates that are run is a whole number of at least 0.",
-            "  Got: -1.",
-            "  Fix: pass num_measured=3.",
-        ],
+        "(..., num_measured=...): the number of candidates that are run is a whole number of at least 0",
+        "-1",
+        "pass num_measured=3",
     ),
     (
         {"schedules": ()},
-        [
-            "jaxpp.tune(..., schedules=...): there is at least one name.",
-            "  Got: ().",
-            '  Fix: pass schedules="1f1b", or leave it out to look at all.',
-        ],
+        "(..., schedules=...): there is at least one name",
+        "()",
+        'pass schedules="1f1b", or leave it out to look at all',
     ),
     (
         {"num_stages": 4, "schedule": "1f1b"},
-        [
-            "jaxpp.tune(...): tune finds the schedule, the number of stages and the cuts itself.",
-            "  Got: num_stages=4",
-            "       schedule='1f1b'.",
-            "  Fix: leave it out; schedules=, num_ranks=, stages_per_rank= and balance= say what is looked at.",
-        ],
+        "(...): tune finds the schedule, the number of stages and the cuts itself",
+        "num_stages=4\n       schedule='1f1b'",
+        "leave it out; schedules=, num_ranks=, stages_per_rank= and balance= say what is looked at",
     ),
     (
         {"data_parallel": (2, 3), "num_ranks": (2, 3)},
-        [
-            "jaxpp.tune(..., num_ranks=...): there is a device for each rank and replica.",
-            "  Got: num_ranks=2 with devices for 1",
-            "       num_ranks=3 with devices for 1.",
-            "  Fix: pass 1 or fewer, or more devices.",
-        ],
+        "(..., num_ranks=...): there is a device for each rank and replica",
+        "num_ranks=2 with devices for 1\n       num_ranks=3 with devices for 1",
+        "pass 1 or fewer, or more devices",
     ),
     (
         {"bank": "bank"},
-        [
-            "jaxpp.tune(...): tune looks at pipelines of one set of parameters.",
-            "  Got: bank='bank'.",
-            "  Fix: leave it out, and tune a loss of the parameters of one task.",
-        ],
+        "(...): tune looks at pipelines of one set of parameters",
+        "bank='bank'",
+        "leave it out, and tune a loss of the parameters of one task",
+    ),
+    (
+        {"hbm": "1023KiB"},
+        "(..., hbm='1023 KiB'): the devices together have room for the parameters",
+        "parameters of 4 MiB, and 4 devices of 1023 KiB",
+        "use more devices or a smaller model, or pass a larger hbm if the devices have it",
     ),
 ]
 
 
-@pytest.mark.usefixtures("no_machine")
-@pytest.mark.parametrize(("wrong", "lines"), WRONG, ids=[next(iter(wrong)) for wrong, _ in WRONG])
-def test_what_cannot_be_an_argument_is_refused_before_anything_is_measured(wrong, lines):
+@pytest.mark.parametrize(("wrong", "rule", "got", "fix"), WRONG, ids=[next(iter(row[0])) for row in WRONG])
+def test_what_cannot_be_an_argument_is_refused_before_anything_is_measured(machine, wrong, rule, got, fix):
     with pytest.raises(ArgumentError) as raised:
         tune(**wrong)
-    assert str(raised.value).splitlines() == lines
+    assert str(raised.value) == f"{'jaxpp.tune' * rule.startswith('(')}{rule}.\n  Got: {got}.\n  Fix: {fix}."
+    assert "hbm" in wrong or not hasattr(machine, "machine")
+    assert not hasattr(machine, "machine") or not machine.machine.asked
 
 
-@pytest.mark.usefixtures("no_machine")
-def test_what_pipelines_refuse_is_refused_as_they_do():
-    with pytest.raises(ScheduleError, match="write '1f1b'"):
-        tune(schedules=("gpipe", "1fb1"))
-    with pytest.raises(ArgumentError, match="balance"):
-        tune(balance=("flops", "luck"))
-    with pytest.raises(BatchError, match="24 examples for 25 microbatches"):
-        tune(num_microbatches=(25, 30))
-    with pytest.raises(BatchError):
-        jaxpp.tune(loss_fn, OPTIMIZER, init, {})
-    with pytest.raises(ArgumentError, match="change their places"):
-        jaxpp.tune(OPTIMIZER, loss_fn, init, BATCH)
-    with pytest.raises(ArgumentError, match="Fix: write num_microbatches=4"):
-        tune(number_of_microbatches=4)
-    with pytest.raises(InitError, match="Fix: pass lambda key: "):
-        jaxpp.tune(loss_fn, OPTIMIZER, lambda key, width: init(key), BATCH)
-    with pytest.raises(ArgumentError, match="cannot run inside"):
-        jax.jit(lambda batch: jaxpp.tune(loss_fn, OPTIMIZER, init, batch).found)(BATCH)
+REFUSED = {
+    "write '1f1b'": (ScheduleError, lambda: tune(schedules=("gpipe", "1fb1"))),
+    "balance": (ArgumentError, lambda: tune(balance=("flops", "luck"))),
+    "24 examples for 25 microbatches": (BatchError, lambda: tune(num_microbatches=(25, 30))),
+    "a batch is a tree of arrays": (BatchError, lambda: jaxpp.tune(loss_fn, OPTIMIZER, init, {})),
+    "change their places": (ArgumentError, lambda: jaxpp.tune(OPTIMIZER, loss_fn, init, BATCH)),
+    "Fix: write num_microbatches=4": (ArgumentError, lambda: tune(number_of_microbatches=4)),
+    "Fix: pass lambda key: ": (InitError, lambda: jaxpp.tune(loss_fn, OPTIMIZER, lambda key, width: init(key), BATCH)),
+    "cannot run inside": (
+        ArgumentError,
+        lambda: jax.jit(lambda batch: jaxpp.tune(loss_fn, OPTIMIZER, init, batch).found)(BATCH),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_pipelines_refuse_is_refused_as_they_do(machine, message):
+    kind, call = REFUSED[message]
+    with pytest.raises(kind, match=message):
+        call()
+    assert not hasattr(machine, "machine")
 
 
 def test_too_little_memory_for_anything_is_refused(machine):
@@ -195,17 +159,6 @@ def test_too_little_memory_for_anything_is_refused(machine):
     lines = str(raised.value).splitlines()
     assert lines[0] == "jaxpp.tune(..., hbm='2 MiB'): a pipeline fits if no device holds more than hbm at its peak."
     assert "none of which fits into 2 MiB" in lines[1] and "the least is 34.17 MiB, of 1f1b" in lines[2]
-
-
-def test_too_little_memory_for_the_parameters_alone_is_refused_before_anything_is_measured(machine):
-    with pytest.raises(ArgumentError) as raised:
-        tune(hbm="1023KiB")
-    assert str(raised.value).splitlines() == [
-        "jaxpp.tune(..., hbm='1023 KiB'): the devices together have room for the parameters.",
-        "  Got: parameters of 4 MiB, and 4 devices of 1023 KiB.",
-        "  Fix: use more devices or a smaller model, or pass a larger hbm if the devices have it.",
-    ]
-    assert not machine.machine.asked
 
 
 def test_the_bytes_of_the_parameters_are_those_of_the_model():
