@@ -16,9 +16,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
-from jaxpp.errors import ArgumentError, BatchError, CutError, OutputError, ParamsError, StateError
+from jaxpp.errors import ArgumentError, BatchError, OutputError, StateError
 from jaxpp.forward import generate as driver
 from jaxpp.runtime import interrupts
+from tests import messages
 from tests.decoders import MODELS, VOCAB, WIDTH, Made, loop, plain, prompts_of
 from tests.forward.signals import CtrlCAt
 
@@ -418,8 +419,6 @@ def test_with_the_parameters_of_a_task():
 
 # What is refused, and how a generation ends.
 
-FN = "fn(params, carry, tokens): "
-
 
 def with_logits(change):
     """The decoder with its logits changed."""
@@ -451,141 +450,46 @@ def fed_back(params, carry, tokens):
 
 
 WRONG = {
-    "no pair": (
-        {"fn": lambda *given: SMALL.fn(*given)[1]},
-        OutputError,
-        FN,
-        "Got: one array, f32[1,1,23].",
-        "return the new carry",
-    ),
-    "nothing": ({"fn": lambda *_: None}, OutputError, FN, "Got: None.", "return the new carry"),
-    "three": ({"fn": lambda *given: (*SMALL.fn(*given), 1)}, OutputError, FN, "Got: a tuple of 3.", "return the new carry"),
-    "a carry of another shape": (
-        {"fn": with_carry(shorter)},
-        OutputError,
-        FN,
-        "Got: carry['layers'][0]['k']: f32[1,32,16] becomes f32[1,31,16]\n"
-        "       carry['layers'][0]['v']: f32[1,32,16] becomes bf16[1,32,16]",
-        "write into a cache of fixed size, and cast with .astype(old.dtype)",
-    ),
-    "a carry without its caches": (
-        {"fn": with_carry(lambda carry: {"position": carry["position"]})},
-        OutputError,
-        FN,
-        "carry['layers'][1]['v'] is missing in the new carry",
-        "return every leaf",
-    ),
-    "logits without a batch": (
-        {"fn": with_logits(lambda logits: logits[0, -1])},
-        OutputError,
-        FN,
-        "Got: one array, f32[23].",
-        "for a batch of one sequence",
-    ),
-    "integers": ({"fn": with_logits(lambda logits: logits.argmax(-1))}, OutputError, FN, "Got: one array, i32[1,1].", "logits"),
-    "a dict": (
-        {"fn": with_logits(lambda logits: {"logits": logits})},
-        OutputError,
-        FN,
-        "Got: a dict.",
-        "return (new_carry, logits)",
-    ),
-    "a leaf of all stages": (
-        {"fn": fed_back, "carry": {"own": SMALL.carry, "fed": jnp.zeros(WIDTH)}},
-        CutError,
-        "carry: ",
-        "Got: fed, which layers of several stages read and change.",
-        "give each layer a leaf of its own",
-    ),
-    "no function": ({"fn": 3}, ArgumentError, "forward.generate(..., fn, ...): ", "Got: 3.", "pass the function itself"),
-    "numbers in the carry": (
-        {"carry": {**SMALL.carry, "position": 0}},
-        ParamsError,
-        "carry: ",
-        "Got: carry['position']: int.",
-        "make the shapes arrays",
-    ),
-    "shapes": (
-        {"carry": jax.eval_shape(lambda: SMALL.carry)},
-        ParamsError,
-        "carry: ",
-        "ShapeDtypeStruct",
-        "jnp.zeros(leaf.shape",
-    ),
-    "an empty prompt": (
-        {"prompts": [[1], []]},
-        BatchError,
-        "forward.generate(..., prompts, ...): ",
-        "prompt 1: no token",
-        "integers",
-    ),
-    "floats": ({"prompts": [[1.5]]}, BatchError, "forward.generate(..., prompts, ...): ", "prompt 0: f64[1]", "integers"),
-    "two axes": ({"prompts": [np.ones((2, 3), int)]}, BatchError, "forward.generate(", "prompt 0: i64[2,3]", "integers"),
-    "long prompts": (
-        {"prompts": prompts_of(30, 3, 29)},
-        BatchError,
-        "forward.generate(..., prompts, ...): ",
-        "Got: prompt 0: 30 tokens and 4 to generate are 34, more than 33.",
-        "make a carry with more room",
-    ),
-    "no room": (
-        {"max_length": 10},
-        BatchError,
-        "forward.generate(",
-        "Got: prompt 1: 9 tokens and 4 to generate are 13",
-        "more than 10",
-    ),
-    "more tokens than the carry has room for": (
-        {"max_length": 10**6},
-        ArgumentError,
-        "forward.generate(..., max_length=1000000): ",
-        "Got: a carry with room for 32 tokens, and one more.",
-        "leave max_length out",
-    ),
-    "no prompts": ({"prompts": []}, BatchError, "forward.generate(", "Got: none.", "pass a list"),
-    "counts": (
-        {"num_groups": 0, "group_size": -1, "chunk": 1.5, "max_length": 0},
-        ArgumentError,
-        "forward.generate(...): ",
-        "Got: num_groups=0\n       group_size=-1\n       chunk=1.5\n       max_length=0.",
-        "pass 1 or more",
-    ),
-    "tokens of another vocabulary": (
-        {"prompts": [[1, 2], [22, 23]]},
-        BatchError,
-        "forward.generate(..., prompts, ...): ",
-        "Got: prompt 1: numbers from 22 to 23 where 0 to 22 were expected, for which there are logits.",
-        "pad its logits with -inf",
-    ),
-    "no tokens": ({"num_tokens": 0}, ArgumentError, "forward.generate(..., num_tokens): ", "Got: 0.", "num_tokens=100"),
-    "a stop of text": ({"stop": "end"}, ArgumentError, "forward.generate(..., stop='end'): ", "Got: 'end'.", "eos_token_id"),
-    "a sample": ({"sample": "beam"}, ArgumentError, "sample: ", "Got: 'beam'.", "jaxpp.Sampling("),
-    "a sample of floats": ({"sample": lambda logits, _: logits.max()}, ArgumentError, "sample(", "Got: f32[].", "categorical"),
-    "a number as key": ({"key": 3}, ArgumentError, "key: ", "Got: int 3.", "jax.random.key(seed)"),
-    "floats as key": ({"key": jnp.ones(3)}, ArgumentError, "key: ", "Got: f32[3].", "jax.random.key(seed)"),
-    "several keys": ({"key": jax.random.split(jax.random.key(0))}, ArgumentError, "key: ", "Got: key<fry>[2].", "jax.random.key("),
-    "several raw keys": ({"key": np.zeros((2, 2), np.uint32)}, ArgumentError, "key: ", "Got: u32[2,2].", "jax.random.key(seed)"),
-    "params of another model": (
-        {"params": {"w": jnp.ones(3)}},
-        ParamsError,
-        "params: ",
-        "params['embed'] is missing",
-        "init returned",
-    ),
+    "no pair": {"fn": lambda *given: SMALL.fn(*given)[1]},
+    "nothing": {"fn": lambda *_: None},
+    "three": {"fn": lambda *given: (*SMALL.fn(*given), 1)},
+    "a carry of another shape": {"fn": with_carry(shorter)},
+    "a carry without its caches": {"fn": with_carry(lambda carry: {"position": carry["position"]})},
+    "logits without a batch": {"fn": with_logits(lambda logits: logits[0, -1])},
+    "integers": {"fn": with_logits(lambda logits: logits.argmax(-1))},
+    "a dict": {"fn": with_logits(lambda logits: {"logits": logits})},
+    "a leaf of all stages": {"fn": fed_back, "carry": {"own": SMALL.carry, "fed": jnp.zeros(WIDTH)}},
+    "no function": {"fn": 3},
+    "numbers in the carry": {"carry": {**SMALL.carry, "position": 0}},
+    "shapes": {"carry": jax.eval_shape(lambda: SMALL.carry)},
+    "an empty prompt": {"prompts": [[1], []]},
+    "floats": {"prompts": [[1.5]]},
+    "two axes": {"prompts": [np.ones((2, 3), int)]},
+    "long prompts": {"prompts": prompts_of(30, 3, 29)},
+    "no room": {"max_length": 10},
+    "more tokens than the carry has room for": {"max_length": 10**6},
+    "no prompts": {"prompts": []},
+    "counts": {"num_groups": 0, "group_size": -1, "chunk": 1.5, "max_length": 0},
+    "tokens of another vocabulary": {"prompts": [[1, 2], [22, 23]]},
+    "no tokens": {"num_tokens": 0},
+    "a stop of text": {"stop": "end"},
+    "a sample": {"sample": "beam"},
+    "a sample of floats": {"sample": lambda logits, _: logits.max()},
+    "a number as key": {"key": 3},
+    "floats as key": {"key": jnp.ones(3)},
+    "several keys": {"key": jax.random.split(jax.random.key(0))},
+    "several raw keys": {"key": np.zeros((2, 2), np.uint32)},
+    "params of another model": {"params": {"w": jnp.ones(3)}},
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_said_before_anything_runs(two_stages, monkeypatch, name):
     forward, params = two_stages
-    changes, kind, where, got, fix = WRONG[name]
-    known = {"params": params, "fn": SMALL.fn, "carry": SMALL.carry, "prompts": SHORT, "num_tokens": FEW} | changes
+    known = {"params": params, "fn": SMALL.fn, "carry": SMALL.carry, "prompts": SHORT, "num_tokens": FEW} | WRONG[name]
     monkeypatch.setattr("jaxpp.forward.ring.execute", lambda *_: pytest.fail("a device has worked"))
-    with pytest.raises(kind) as error:
-        forward.generate(known.pop("params"), **known)
-    text = str(error.value)
-    assert text.startswith(where) and re.match(r"[^\n]+\.\n  Got: (.|\n)+\.\n  Fix: [^\n]+\.$", text), text
-    assert got in text and fix in text, text
+    error = messages.check("generate", WRONG, name, lambda: forward.generate(known.pop("params"), **known))
+    assert re.match(r"[^\n]+\.\n  Got: (.|\n)+\.\n  Fix: [^\n]+\.$", str(error))
 
 
 @pytest.mark.long
