@@ -19,7 +19,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
-from flax.training.dynamic_scale import DynamicScale
 
 import jaxpp
 from jaxpp.engine.state import tail_of
@@ -474,23 +473,6 @@ def test_the_plan_of_steps_that_overlap_makes_what_the_steps_make():
     for _ in range(3):
         state, metrics = pipe.step(state, X)
     equal((found.state, found.loss, found.grad_norm), (pipe.engine.leaves(state.held), metrics.loss, metrics.grad_norm))
-
-
-def test_what_cannot_be_late_is_refused():
-    bank = jaxpp.Bank({"a": {"w": jnp.ones(2)}}, optax.adam(1e-2))
-    for options, message in (
-        ({"delay": 2}, r"delay=2: gradients are of the parameters"),
-        ({"loss_scale": DynamicScale()}, "a loss scale, which a step may skip"),
-        ({"host": "params"}, "host='params'"),
-        ({"bank": bank}, "the set of a task is of one step"),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            pipeline(lambda params, own, x: loss_fn(params, x), **{"delay": 1} | options)
-    pipe, _ = begun()
-    with pytest.raises(ArgumentError, match=r"pipe\.other"):
-        pipe.other(loss_fn)
-    with pytest.raises(StateError, match=r"a state is a jaxpp\.State"):
-        pipe.flush(PARAMS)
 
 
 def test_no_stage_waits_for_the_update_of_another():

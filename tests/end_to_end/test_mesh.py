@@ -272,57 +272,6 @@ def test_an_optimizer_leaf_is_sharded_like_its_parameter():
         assert all(name.ref.role == Role.OPT for name in pipe.engine.placed.names.all_opt)
 
 
-@pytest.mark.parametrize(
-    ("options", "lines"),
-    [
-        (
-            {"mesh": Mesh(np.array(jax.devices()).reshape(2, 4), ("pipe", "rows"))},
-            [
-                'mesh: a mesh has axes called "pipe", "data" and "model"',
-                "Got: ('pipe', 'rows').",
-                "Fix: pass for example jax.make_mesh",
-            ],
-        ),
-        ({"mesh": "2x2x2"}, ["Got: str."]),
-        (
-            {"mesh": mesh_of(), "data_parallel": 2},
-            ["the mesh says which devices there are", "Fix: leave devices and data_parallel out."],
-        ),
-        ({"mesh": mesh_of(4, 2, 1)}, ["each device along pipe is a rank", "Got: 4 along pipe for 2 ranks."]),
-        ({"data_parallel": 0}, ["data_parallel, the number of replicas", "Got: data_parallel=0."]),
-        ({"data_parallel": 16}, ["Got: 8 devices for 16 replicas.", "Fix: pass data_parallel=8 or less."]),
-        ({"mesh": mesh_of(), "shardings": {"dense_9": "column"}}, ["'dense_9' matches none", "dense_0/bias"]),
-        (
-            {"mesh": mesh_of(), "shardings": {"dense_0": "columns"}},
-            ["a rule is one of 'column', 'row', 'heads'", "Got: 'columns'."],
-        ),
-        ({"mesh": mesh_of(), "shardings": {"head": PartitionSpec("pipe")}}, ["head/bias, f32[2]", "has another axis"]),
-        ({"mesh": mesh_of(1, 1, 4), "shardings": {"head": "column"}}, ["head/kernel, f32[16,2]", "is not divisible by 4"]),
-        ({"mesh": mesh_of(), "shardings": [PartitionSpec()]}, ["Got: 1 leaves for 16 parameters."]),
-        ({"mesh": mesh_of(), "shardings": {"head": PartitionSpec(None, None, "model")}}, ["does not fit its axes"]),
-    ],
-)
-def test_a_mesh_that_cannot_be_is_refused(options, lines):
-    case = mlp_case(batch_size=16)
-    with pytest.raises(jaxpp.errors.ArgumentError) as error:
-        pipeline(case, **({"shardings": None} | options)).init(case.params, case.batch)
-    for line in lines:
-        assert line in str(error.value)
-
-
-def test_a_batch_that_replicas_cannot_share_and_devices_named_twice_are_refused():
-    case = mlp_case(batch_size=18)
-    pipe = pipeline(case, data_parallel=4, shardings=None)
-    with pytest.raises(jaxpp.errors.BatchError, match=r"18 examples for 4 replicas.\n  Fix: pass a batch of 16 examples"):
-        pipe.init(case.params, case.batch)
-    small = jax.tree.map(lambda leaf: leaf[:4], case.batch)
-    with pytest.raises(jaxpp.errors.BatchError, match=r"4 examples for 4 x 2.\n  Fix: pass a batch of 8 examples or more"):
-        pipe.init(case.params, small)
-    case = mlp_case(batch_size=16)
-    with pytest.raises(jaxpp.errors.ArgumentError, match="name each device once"):
-        pipeline(case, devices=jax.devices()[:1] * 2, data_parallel=2, shardings=None)
-
-
 @pytest.mark.long
 def test_a_batch_leaf_without_elements_is_shared_among_replicas():
     case = mlp_case(batch_size=16)

@@ -247,14 +247,6 @@ def test_whatever_optimizers_the_players_have_each_keeps_its_own_state(each):
         jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
-def test_paths_that_name_no_parameter_and_what_is_no_path_are_refused():
-    with pytest.raises(ArgumentError, match="'discriminator' matches none"):
-        jaxpp.Pipeline(generator_loss, players(), trains=["generator", "discriminator"], num_stages=2).init(PARAMS, BATCH)
-    for wrong in (3, [], [3]):
-        with pytest.raises(ArgumentError, match="named by their paths"):
-            jaxpp.Pipeline(generator_loss, players(), trains=wrong, num_stages=2)
-
-
 def test_another_loss_is_begun_with_the_state_of_the_first():
     pipes = pair(players(), 2)
     with pytest.raises(StateError, match=r"pipe\.init: a pipeline is cut by init"):
@@ -264,13 +256,3 @@ def test_another_loss_is_begun_with_the_state_of_the_first():
         pipes["critic"].init(PARAMS, BATCH)
     with pytest.raises(StateError, match="have the same parameters, optimizer and model state"):
         pipes["critic"].init(state.replace(opt_state=()), BATCH)
-
-
-def test_a_pipeline_with_a_bank_or_by_hand_has_no_other():
-    by_hand = jaxpp.Pipeline.from_stages([mlp, mlp], loss=lambda x, y: ((x - y) ** 2).mean(), optimizer=optax.sgd(0.1))
-    with pytest.raises(ArgumentError, match="by hand"):
-        by_hand.other(critic_loss)
-    bank = jaxpp.Bank({"cat": {"w": jnp.ones(2)}}, optax.sgd(0.1))
-    banked = jaxpp.Pipeline(lambda params, own, batch: params["a"].sum(), optax.sgd(0.1), num_stages=1, bank=bank)
-    with pytest.raises(ArgumentError, match="with a bank"):
-        banked.other(critic_loss)

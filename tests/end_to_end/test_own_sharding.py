@@ -720,21 +720,6 @@ def test_a_mesh_that_is_set_stays_so_and_the_other_front_doors_do_not_mind_it():
     compare("grads", (loss, grads), jax.value_and_grad(chain(nn.relu))(PARAMS, BATCH))
 
 
-@pytest.mark.parametrize(
-    ("axes", "line"),
-    [
-        ("fsdp", "it says what your axes are to a pipeline"),
-        ({"tensor": "c"}, "Got: 'tensor'"),
-        ({"data": "a", "model": "a"}, "name each axis once"),
-        (None, "axes={\"data\": 'c'}"),
-    ],
-)
-def test_wrong_axes_are_refused(axes, line):
-    with pytest.raises(ArgumentError) as error:
-        pipeline(chain(nn.relu), mesh=mesh_of(2, 2, names=("pipe", "c")), axes=axes)
-    assert line in str(error.value)
-
-
 @pytest.mark.parametrize("options", [{"data_parallel": 2}, pytest.param(ON, marks=LONG)], ids=["replicas", "mesh"])
 def test_gradients_and_stages_by_hand_have_replicas_and_shards_too(options):
     found = jaxpp.value_and_grad(chain(nn.relu), num_stages=2, num_microbatches=2, **options)(PARAMS, BATCH)

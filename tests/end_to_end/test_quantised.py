@@ -123,16 +123,6 @@ def test_the_drop_in_gives_float0_for_integers_if_they_are_allowed_as_jax_does()
         jaxpp.value_and_grad(loss_fn, num_stages=4)(params, x)
 
 
-def test_parameters_without_anything_to_train_and_numbers_below_a_byte_are_refused():
-    params, x = adapted()
-    pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-2), num_stages=2, num_microbatches=2)
-    with pytest.raises(ParamsError, match="nothing to train"):
-        pipe.init(jax.tree.map(lambda leaf: leaf.astype(jnp.int8), params), x)
-    halves = params | {"l1": params["l1"] | {"q": params["l1"]["q"].astype(jnp.int4)}}
-    with pytest.raises(ParamsError, match=r"params\['l1'\]\['q'\]: i4\[32,32\]\.\n.*uint8"):
-        pipe.init(halves, x)
-
-
 WIDE = 128
 CODES = np.linspace(-1.0, 1.0, 16, dtype="f4")
 

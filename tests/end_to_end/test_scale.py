@@ -16,7 +16,6 @@ import pytest
 
 import jaxpp
 from jaxpp.engine.engine import open_engine
-from jaxpp.errors import ArgumentError
 from jaxpp.options import Options
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.place import OneDevice
@@ -167,11 +166,6 @@ def test_a_pipeline_that_is_dropped_gives_back_all_that_it_was_made_of():
     del pipe, state, engine, parts
     gc.collect()
     assert not [ref() for ref in held if ref() is not None]
-
-
-def test_max_shapes_is_a_count():
-    with pytest.raises(ArgumentError, match="max_shapes=0"):
-        jaxpp.Pipeline(squares, optax.sgd(0.1), num_stages=2, max_shapes=0)
 
 
 @pytest.mark.long

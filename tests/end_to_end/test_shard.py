@@ -172,18 +172,6 @@ def test_a_forward_holds_parameters_in_parts_and_one_replica_has_nothing_to_divi
     pipe.verify(state, X)
 
 
-def test_other_words_and_a_spec_that_does_not_divide_are_refused():
-    for shard in ("optimiser", ("optimizer", 3), 3, "data"):
-        with pytest.raises(ArgumentError, match="can divide between them 'optimizer', 'gradients', 'parameters'"):
-            pipeline(shard=shard)
-    with pytest.raises(ArgumentError, match="can divide between them 'parameters'"):
-        jaxpp.Forward(lambda p, x: x, num_stages=1, shard="optimizer")
-    with pytest.raises(ArgumentError, match="is not divisible by 4"):
-        pipeline(data_parallel=4, shardings={"w1": PartitionSpec("data")}).init(
-            {"w1": jnp.ones((2, 64)), "w2": jnp.ones((64, 4))}, X[:, :2]
-        )
-
-
 @pytest.mark.long
 def test_rows_of_a_stage_that_do_not_divide_are_divided_along_another_axis_or_refused():
     sizes = {"data": {"data": 2}, "model": {"data": 1, "model": 2}}

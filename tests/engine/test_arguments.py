@@ -489,11 +489,6 @@ def test_each_list_in_a_batch_has_one_line(batch, got):
     assert f"\n  Got: {got}.\n" in str(error.value)
 
 
-def test_a_list_of_labels_is_not_taken_for_numbers_that_all_microbatches_share():
-    with pytest.raises(BatchError, match=r"batch\['y'\]: a list of 8 numbers"):
-        pipeline(lambda params, batch: loss_fn(params, batch["x"])).init(PARAMS, {"x": X, "y": [0, 1] * 4})
-
-
 @pytest.mark.parametrize("kind", [JaxppError, CutError])
 def test_ten_violations_are_all_listed(kind):
     assert str(kind("here", "a rule", [str(k) for k in range(10)], "this")).endswith("       9.\n  Fix: this.")

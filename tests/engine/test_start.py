@@ -115,18 +115,6 @@ def test_a_batch_may_be_an_array_of_keys():
     pipe.verify(pipe.init(lambda _: params, KEY, keys), keys)
 
 
-def test_swapped_parameters_and_batch_are_told_with_a_key_a_model_state_and_a_bank():
-    with pytest.raises(ArgumentError, match="the other way round"):
-        pipeline(noisy).init(BATCH, PARAMS)
-    stateful = pipeline(lambda p, s, b: (loss_fn(p, b), (s, {})), has_state=True)
-    with pytest.raises(ArgumentError, match="the other way round"):
-        stateful.init(BATCH, (PARAMS, {"n": np.zeros(3)}))
-    bank = jaxpp.Bank({"one": PARAMS["b"]}, optax.sgd(0.1))
-    banked = pipeline(lambda p, task, batch: loss_fn({"a": p["a"], "b": task}, batch), bank=bank)
-    with pytest.raises(ArgumentError, match="the other way round"):
-        banked.init(BATCH, {"a": PARAMS["a"]})
-
-
 def test_an_error_of_the_loss_itself_is_not_taken_for_swapped_arguments():
     def broken(params, batch):
         raise KeyError("mine")

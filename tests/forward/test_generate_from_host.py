@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxpp
-from jaxpp.errors import ArgumentError, StateError
+from jaxpp.errors import StateError
 from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.plan.builder import MemoryCopy
 from jaxpp.stages.program import Role
@@ -174,11 +174,6 @@ def test_what_a_forward_with_parameters_in_host_memory_says_of_a_batch(forwards)
     np.testing.assert_array_equal(found.apply(params, tokens), resident.apply(there, tokens))
     np.testing.assert_array_equal(next(iter(found.stream(params, [tokens]))), resident.apply(there, tokens))
     assert kinds(params) == kinds(found.abstract_params(DECODER.params, tokens)) == {"pinned_host"}
-
-
-def test_what_a_forward_does_not_have_cannot_wait():
-    with pytest.raises(ArgumentError, match=r"host=.optimizer.: forwards have parameters, and no optimizer"):
-        DECODER.forward(2, host="optimizer")
 
 
 @pytest.mark.long

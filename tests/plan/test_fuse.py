@@ -12,7 +12,6 @@ from flax.training.dynamic_scale import DynamicScale
 
 import jaxpp
 from jaxpp.engine.engine import open_engine
-from jaxpp.errors import ArgumentError
 from jaxpp.options import Options
 from jaxpp.schedule import SCHEDULES, Schedule, make
 from jaxpp.schedule.action import Kind
@@ -121,11 +120,6 @@ def test_what_is_not_fused():
         pipe = pipeline(microbatches=4, fuse=True)
         pipe.abstract_state(PARAMS, x)
         assert "1F0" in labels(pipe.engine, "update", x)
-
-
-def test_fuse_is_true_false_or_none():
-    with pytest.raises(ArgumentError, match=r"fuse='yes': it is either True or False"):
-        jaxpp.Pipeline(loss_fn, optax.sgd(1.0), num_stages=2, fuse="yes")
 
 
 def test_value_and_grad_fuses_too():

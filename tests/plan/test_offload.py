@@ -355,21 +355,6 @@ def test_except_last_is_a_count(value):
     ]
 
 
-def test_other_words_are_refused_and_the_list_must_have_one_for_each_stage():
-    with pytest.raises(ArgumentError) as error:
-        jaxpp.Pipeline(lambda p, b: 0.0, optax.sgd(1.0), num_stages=2, remat=["offloaded", jaxpp.Offload(), "offload"])
-    lines = str(error.value).splitlines()
-    assert lines[0] == (
-        'remat: a stage keeps the least ("least"; "offload": in host memory), a share of it (above 0.0, at most 1.0), '
-        'everything ("keep"), its inputs only ("recompute"), or what a policy says.'
-    )
-    assert lines[1:] == [
-        "  Got: stage 0: 'offloaded'",
-        "       3 for 2 stages.",
-        '  Fix: pass "least", "offload", "recompute", a policy of jax.checkpoint_policies, or a list of one a stage.',
-    ]
-
-
 def test_a_device_without_such_memory_is_refused(monkeypatch):
     class Bare:
         def __init__(self, device):

@@ -11,7 +11,6 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxpp
 from jaxpp.engine import layout
-from jaxpp.errors import ArgumentError
 from jaxpp.schedule import make, simulate
 
 PARAMS = [jax.random.normal(jax.random.key(k), (8, 8)) / 3 for k in range(12)]
@@ -98,8 +97,3 @@ def test_stages_are_measured_with_the_other_devices_of_their_rank(options, monke
     assert all(each > 0 for each in measured[0])
     assert pipe.engine.owner.count(0) < 6
     pipe.verify(state, BATCH)
-
-
-def test_an_unknown_balance_is_refused():
-    with pytest.raises(ArgumentError, match=r'cut by "cost" \(estimated\), "flops" \(counted\), "time" \(measured\) or "memory"'):
-        owned(loss_fn, PARAMS, balance="seconds")

@@ -491,7 +491,7 @@ def test_what_cannot_be_a_set_is_refused_before_any_device_work(bank, message, m
     assert bank.tasks == ("cat", "dog", "wide")
 
 
-def test_a_bank_needs_names_slots_and_a_device_with_pinned_host_memory():
+def test_a_bank_needs_a_device_with_pinned_host_memory():
     class Bare:
         process_index = 0
 
@@ -503,12 +503,6 @@ def test_a_bank_needs_names_slots_and_a_device_with_pinned_host_memory():
 
     with pytest.raises(BankError, match=r"the device can reach pinned_host memory(.|\n)*bare:0 with none"):
         jaxpp.Bank({}, ADAMW, device=Bare())
-    with pytest.raises(BankError, match="a slot for the set in use"):
-        jaxpp.Bank({}, ADAMW, slots=0)
-    with pytest.raises(BankError, match="it takes an optax optimizer"):
-        jaxpp.Bank({}, theta(0))
-    with pytest.raises(BankError, match=r"tasks have names(.|\n)*list"):
-        jaxpp.Bank([theta(0)], ADAMW)
 
 
 def test_a_device_too_small_for_a_set_is_said_with_its_bytes_and_the_host_copy_is_whole(bank, monkeypatch):
@@ -539,11 +533,6 @@ def test_the_table_says_what_is_where_and_what_moved(bank):
     assert lines[-1] == "2 loads, 0 hits (0 prefetched), 1.695 KiB to the device, 868 B to the host"
     page = bank._repr_html_()
     assert page.count("<tr>") == 3 and "cat, dog" in page and lines[-1] in page
-
-
-def test_the_earlier_name_of_shapes_is_refused_with_the_new_one(bank):
-    with pytest.raises(BankError, match=r"Fix: bank\.shapes\('dog'\)"):
-        bank.layout("dog")
 
 
 @pytest.mark.parametrize(

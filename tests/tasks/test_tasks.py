@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh
 
 import jaxpp
@@ -394,21 +393,6 @@ def test_a_task_that_cannot_be_is_refused_before_anything_moves(task, lines):
         assert line in str(error.value)
     assert bank.host_store.traffic == moved
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.held))
-
-
-def test_what_is_no_bank_is_refused():
-    for bank, got in ((sets(2), "dict"), (jaxpp.Bank({}, OWN), "a bank without sets")):
-        with pytest.raises(jaxpp.errors.BankError, match=got):
-            pipeline(bank)
-    pipe = jaxpp.Pipeline(lambda p, b: jnp.mean((b @ p["w0"] @ p["w1"]) ** 2), SHARED, num_stages=2)
-    state = pipe.init(theta(), DATA[0])
-    for ask in (pipe.step, pipe.evaluate, pipe.verify, pipe.profile):
-        with pytest.raises(jaxpp.errors.ArgumentError, match="no bank"):
-            ask(state, DATA[0], task="t0")
-    with pytest.raises(
-        jaxpp.errors.ArgumentError, match="its own sum of gradients"
-    ):  # and so may be skipped by some replicas alone
-        pipeline(jaxpp.Bank(sets(2), OWN), data_parallel=2, loss_scale=DynamicScale())
 
 
 @pytest.mark.long
