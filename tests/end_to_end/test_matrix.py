@@ -141,7 +141,7 @@ def of_case(case):
 
 
 def over_model(path, shape):
-    return PartitionSpec(*[None] * (len(shape) - 1), "model") if shape and shape[-1] % 2 == 0 else PartitionSpec()
+    return PartitionSpec(*[None] * (len(shape) - 1), "model") if shape and shape[-1] % 4 == 0 else PartitionSpec()
 
 
 def on_mesh(*sizes, **options):

@@ -16,6 +16,7 @@ from jaxpp.observe import to_json
 from jaxpp.stages.program import Role
 from jaxpp.verify import compare, oracle
 from models.mlp import MLP
+from tests import messages
 
 WIDTH, VOCABULARY = 8, 20
 
@@ -366,30 +367,19 @@ def test_a_list_that_raises_in_the_middle_leaves_the_state_as_it_was():
     pipe.step(pipe.state, jaxpp.Microbatches(sentences(n) for n in (4, 6)))
 
 
-REFUSED = [
-    (([],), "none.\n  Fix: leave out a step without microbatches."),
-    ((np.zeros((3, 4)),), "an array of 3.\n  Fix: pass jaxpp.Microbatches([first, second, ...])."),
-    (({"x": np.zeros(3)},), "dict.\n  Fix: pass jaxpp.Microbatches([first, second, ...])."),
-    (
-        ([np.zeros(3), {"x": np.zeros(3)}],),
-        "microbatch 0: PyTreeDef(*)\n       microbatch 1: PyTreeDef({'x': *}).\n  Fix: ",
-    ),
-    (([np.zeros(3)] * 2, [1.0]), "f32[1] for 2 microbatches.\n  Fix: pass a list of as many numbers."),
-    (([np.zeros(3)] * 2, [1.0, -1.0]), "microbatch 0: 1\n       microbatch 1: -1.\n  Fix: pass how much of each counts"),
-]
-RULES = (
-    *["Microbatches(batches): microbatches are a list of trees of arrays, one tree each."] * 3,
-    "Microbatches(batches): all microbatches are trees of one structure.",
-    "Microbatches(weights=...): the weights are a number for each microbatch.",
-    "Microbatches(weights=...): the loss is a mean over microbatches, so their weights are finite numbers that do not add up to 0.",
-)
+REFUSED = {
+    "none": ([],),
+    "an array": (np.zeros((3, 4)),),
+    "a dict": ({"x": np.zeros(3)},),
+    "two structures": ([np.zeros(3), {"x": np.zeros(3)}],),
+    "one weight for two": ([np.zeros(3)] * 2, [1.0]),
+    "weights that add up to nothing": ([np.zeros(3)] * 2, [1.0, -1.0]),
+}
 
 
-@pytest.mark.parametrize(("given", "got", "rule"), [(*row, rule) for row, rule in zip(REFUSED, RULES, strict=True)])
-def test_what_are_no_microbatches_is_refused(given, got, rule):
-    with pytest.raises(BatchError) as error:
-        jaxpp.Microbatches(*given)
-    assert str(error.value).startswith(f"{rule}\n  Got: {got}")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_are_no_microbatches_is_refused(name):
+    messages.check("microbatches", REFUSED, name, lambda: jaxpp.Microbatches(*REFUSED[name]))
 
 
 def test_functions_and_the_search_take_one_batch():

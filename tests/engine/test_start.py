@@ -13,9 +13,10 @@ import pytest
 from flax import nnx
 
 import jaxpp
-from jaxpp.errors import ArgumentError, InitError, ParamsError
+from jaxpp.errors import ArgumentError, ParamsError
 from jaxpp.options import Options
 from jaxpp.verify import compare, oracle
+from tests import messages
 
 RNG = np.random.default_rng(0)
 PARAMS = {"a": RNG.normal(size=(4, 6)).astype("f"), "b": RNG.normal(size=(6, 2)).astype("f")}
@@ -78,29 +79,25 @@ def test_the_message_on_parameters_that_are_functions_says_how_to_divide_a_modul
     assert "eqx.partition(model, eqx.is_inexact_array)" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("args", "got"),
-    [
-        ((BATCH, PARAMS), "a batch, a dict of 2 leaves, then parameters, a dict of 2 leaves: the loss takes them the other way"),
-        ((init_fn, BATCH, KEY), "a function, a dict of 2 leaves, a key"),
-        ((KEY, init_fn, BATCH), "a key, a function, a dict of 2 leaves"),
-        ((BATCH, init_fn, KEY), "a dict of 2 leaves, a function, a key"),
-        ((PARAMS, KEY, BATCH), "a dict of 2 leaves, a key, a dict of 2 leaves"),
-        ((PARAMS, BATCH, KEY), "a dict of 2 leaves, a dict of 2 leaves, a key"),
-        ((PARAMS, KEY), "a dict of 2 leaves, a key"),
-        ((init_fn, KEY), "a function, a key"),
-        ((init_fn, BATCH), "a function, a dict of 2 leaves"),
-        ((init_fn, 0, BATCH), "a function, 0, a dict of 2 leaves"),
-        ((init_fn, None, BATCH), "a function, None, a dict of 2 leaves"),
-        ((PARAMS,), "a dict of 2 leaves"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_arguments_of_init_in_another_order_are_told_apart(args, got):
-    with pytest.raises(ArgumentError) as error:
-        pipeline().init(*args)
-    assert str(error.value).startswith("pipe.init: init takes a function, a key and a batch, or parameters and a batch")
-    assert f"  Got: {got}" in str(error.value)
+ORDERS = {
+    "batch, params": (BATCH, PARAMS),
+    "init, batch, key": (init_fn, BATCH, KEY),
+    "key, init, batch": (KEY, init_fn, BATCH),
+    "batch, init, key": (BATCH, init_fn, KEY),
+    "params, key, batch": (PARAMS, KEY, BATCH),
+    "params, batch, key": (PARAMS, BATCH, KEY),
+    "params, key": (PARAMS, KEY),
+    "init, key": (init_fn, KEY),
+    "init, batch": (init_fn, BATCH),
+    "init, a number, batch": (init_fn, 0, BATCH),
+    "init, nothing, batch": (init_fn, None, BATCH),
+    "params": (PARAMS,),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_arguments_of_init_in_another_order_are_told_apart(order):
+    messages.check("arguments_of_init", ORDERS, order, lambda: pipeline().init(*ORDERS[order]))
 
 
 @pytest.mark.long
@@ -398,42 +395,20 @@ def needs_config(key, config):
     return MODEL.init(key, config)
 
 
-@pytest.mark.parametrize(
-    ("init", "batch", "got", "line"),
-    [
-        (
-            MODEL.init,
-            (BATCH["x"], BATCH["y"]),
-            "model.init, which takes x beside the key, and a tuple of 2",
-            "model.init(key, batch[0])",
-        ),
-        (
-            MODEL.init,
-            {"image": BATCH["x"], "label": BATCH["y"]},
-            "model.init, which takes x beside",
-            'model.init(key, batch["image"])',
-        ),
-        (
-            TwoInputs().init,
-            BATCH,
-            "model.init, which takes x, train beside the key, and a dict of 2",
-            'model.init(key, batch["x"])',
-        ),
-        (
-            needs_config,
-            BATCH["x"],
-            "needs_config, which takes config beside the key, and an array f32[8,4]",
-            "needs_config(key, batch)",
-        ),
-        (needs_config, BATCH, "needs_config, which takes config beside the key", 'needs_config(key, batch["x"])'),
-        (MODEL.init, jax.eval_shape(lambda: BATCH), "and a batch of shapes", "model.init(key, jnp.zeros(...))"),
-    ],
-)
-def test_an_init_function_whose_inputs_are_not_certain_is_refused_with_the_line_to_write(init, batch, got, line):
-    with pytest.raises(InitError) as error:
-        pipeline(of_model).init(init, KEY, batch)
-    assert str(error.value).startswith("pipe.init: ") and got in str(error.value)
-    assert str(error.value).endswith(f"lambda key: {line}.")
+UNCERTAIN = {
+    "a tuple": (MODEL.init, (BATCH["x"], BATCH["y"])),
+    "other names": (MODEL.init, {"image": BATCH["x"], "label": BATCH["y"]}),
+    "two inputs": (TwoInputs().init, BATCH),
+    "a config": (needs_config, BATCH["x"]),
+    "a config, and a dict": (needs_config, BATCH),
+    "shapes": (MODEL.init, jax.eval_shape(lambda: BATCH)),
+}
+
+
+@pytest.mark.parametrize("name", UNCERTAIN)
+def test_an_init_function_whose_inputs_are_not_certain_is_refused_with_the_line_to_write(name):
+    init, batch = UNCERTAIN[name]
+    messages.check("inputs_of_init", UNCERTAIN, name, lambda: pipeline(of_model).init(init, KEY, batch))
 
 
 def test_an_init_function_that_does_not_say_what_it_takes_has_the_line_in_a_note():

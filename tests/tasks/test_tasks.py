@@ -1,5 +1,6 @@
 """theta[t] inside a pipeline: memory, exactness, compilations, communication, replicas, failures (rows D1 to D12)."""
 
+import functools
 import gc
 import weakref
 
@@ -18,6 +19,7 @@ from jaxpp.runtime.edges import HOST_MEMORY
 from jaxpp.stages.own_params import Joint, join_losses, join_optimizers
 from jaxpp.tasks import host_store
 from jaxpp.verify import compare
+from tests import messages
 
 WIDTH, CLASSES, BATCH = 16, 3, 24
 
@@ -371,26 +373,24 @@ def broken(*args, **kwargs):
     raise RuntimeError("the device is gone")
 
 
-@pytest.mark.parametrize(
-    ("task", "lines"),
-    [
-        (None, ["task: a step of a pipeline with a bank runs one task", "Got: none.", "Fix: pass task='t0', for example."]),
-        ("t9", ["a name is that of a set in the bank", "'t9'"]),
-        (["t0"], ["a list of tasks has one for each replica", "Got: 1 tasks for 2 replicas."]),
-        (["t0", "wide"], ["replicas run one program", "'wide': f32[16,16], f32[16,5]"]),
-        (("t0", "t1"), ["a tuple is the name of one set; one set a replica is a list", "Fix: pass ['t0', 't1']."]),
-        ({"t0": 1}, ["a name is a text, a number or a tuple of these", "Got: dict."]),
-        ("t00", ["task='t00'", "is it t0"]),
-    ],
-)
-def test_a_task_that_cannot_be_is_refused_before_anything_moves(task, lines):
+WRONG_TASKS = {
+    "none": None,
+    "an unknown one": "t9",
+    "one for two replicas": ["t0"],
+    "two programs": ["t0", "wide"],
+    "a tuple": ("t0", "t1"),
+    "a dict": {"t0": 1},
+    "a misspelt one": "t00",
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TASKS)
+def test_a_task_that_cannot_be_is_refused_before_anything_moves(name):
     bank = jaxpp.Bank(sets(2) | {"wide": a_set(5, classes=5)}, OWN)
     pipe, state = opened(bank, data_parallel=2)
     moved = bank.host_store.traffic
-    with pytest.raises(jaxpp.errors.BankError) as error:
-        pipe.step(state, DATA, jax.random.key(0), task=task)
-    for line in lines:
-        assert line in str(error.value)
+    step = functools.partial(pipe.step, state, DATA, jax.random.key(0), task=WRONG_TASKS[name])
+    messages.check("tasks", WRONG_TASKS, name, step)
     assert bank.host_store.traffic == moved
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state.held))
 
