@@ -170,3 +170,16 @@ def ctrl_c():
     old = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, old)
+
+
+@pytest.fixture
+def ctrl_c_after(ctrl_c):
+    """A function that has SIGINT sent after some milliseconds of work, in the held part of a step too; None: no more."""
+
+    def after(milliseconds):
+        signal.setitimer(signal.ITIMER_PROF, 0 if milliseconds is None else milliseconds / 1000)
+
+    timer = signal.signal(signal.SIGPROF, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    yield after
+    after(None)
+    signal.signal(signal.SIGPROF, timer)

@@ -65,6 +65,14 @@ def at_step(number, action):
         yield
 
 
+def take_away(folder):
+    """The disk goes once the fourth step is there."""
+    while not (folder / "4").exists():
+        time.sleep(0.01)
+    folder.rename(folder.parent / "elsewhere")
+    folder.write_text("in the way")
+
+
 def interrupted(config, folder, number=signal.SIGTERM):
     """Train until a signal comes in the third step; what the process says in the end."""
     config = dataclasses.replace(config, checkpoint=folder)
@@ -167,13 +175,7 @@ def test_a_run_that_loses_its_disk_is_resumed_when_the_disk_is_back(config, whol
     folder = tmp_path / "run"
     config = dataclasses.replace(config, checkpoint=folder, every=1)
 
-    def take_away():
-        while not (folder / "4").exists():
-            time.sleep(0.01)
-        folder.rename(tmp_path / "elsewhere")
-        folder.write_text("in the way")
-
-    with at_step(4, take_away), pytest.raises(CheckpointError) as caught:
+    with at_step(4, lambda: take_away(folder)), pytest.raises(CheckpointError) as caught:
         run(config)
     assert "could not be saved (Not a directory); no step is safe there. Fix: " in str(caught.value)
     # Orbax would say what happened in hundreds of lines; step 4 may have been on disk, but for its digests, when the disk went
@@ -188,14 +190,8 @@ def test_a_run_that_goes_on_without_its_disk_says_so_in_the_end(config, whole, t
     folder, line = tmp_path / "run", tmp_path / "results.jsonl"
     config = dataclasses.replace(config, checkpoint=folder, on_save_error="go-on", json=line)
 
-    def take_away():
-        while not (folder / "4").exists():
-            time.sleep(0.01)
-        folder.rename(tmp_path / "elsewhere")
-        folder.write_text("in the way")
-
     monkeypatch.setattr(lm, "command", lambda *_: lm_command(config))
-    with at_step(STEPS - 1, take_away), pytest.raises(SystemExit) as caught:
+    with at_step(STEPS - 1, lambda: take_away(folder)), pytest.raises(SystemExit) as caught:
         lm.main()
     assert str(caught.value) == f"lm: step 6 is not saved in {folder}: step None is the newest there"
     first, last = capfd.readouterr().err.splitlines()

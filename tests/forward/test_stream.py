@@ -3,7 +3,6 @@
 import functools
 import gc
 import itertools
-import signal
 import threading
 import weakref
 from typing import NamedTuple
@@ -415,23 +414,6 @@ def test_what_is_alive_stays_the_same_over_1000_batches():
 # Ctrl-C.
 
 
-@pytest.fixture
-def ctrl_c():
-    """Signals as a user's session has them; a function that has one sent after some milliseconds of work, or (None) no more."""
-    if threading.current_thread() is not threading.main_thread():
-        pytest.skip("signals are for the main thread")
-
-    def after(milliseconds):
-        signal.setitimer(signal.ITIMER_PROF, 0 if milliseconds is None else milliseconds / 1000)
-
-    old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = signal.signal(signal.SIGPROF, lambda *_: signal.raise_signal(signal.SIGINT))
-    yield after
-    after(None)
-    signal.signal(signal.SIGPROF, timer)
-    signal.signal(signal.SIGINT, old)
-
-
 def drained(stream, number):
     """All that a stream gives and raises, under one Ctrl-C at the point of this number; and whether it came."""
     found, came, seen = [], False, 0
@@ -727,7 +709,7 @@ def test_there_is_one_fill_and_one_drain_in_all(monkeypatch):
     assert finished(rows, lambda k, ends: ends[k - 1] if k else 0)[-1] == COUNT * (MICROBATCHES + STAGES - 1)
 
 
-def test_after_ctrl_c_at_random_moments_a_stream_over_a_pipeline_goes_on_with_every_output(ctrl_c):
+def test_after_ctrl_c_at_random_moments_a_stream_over_a_pipeline_goes_on_with_every_output(ctrl_c_after):
     pipe, state = trained()
     wanted = list(pipe.stream(state, batches() * 4, noisy, KEY))
     rng, hits = np.random.default_rng(0), 0
@@ -735,9 +717,9 @@ def test_after_ctrl_c_at_random_moments_a_stream_over_a_pipeline_goes_on_with_ev
         stream, found = pipe.stream(state, batches() * 4, noisy, KEY, max_in_flight=3), []
         while len(found) < len(wanted):
             try:
-                ctrl_c(rng.uniform(0.1, 8))
+                ctrl_c_after(rng.uniform(0.1, 8))
                 found.extend(stream)  # in C: what was given is kept
-                ctrl_c(None)
+                ctrl_c_after(None)
             except KeyboardInterrupt:
                 hits += 1
         assert same(found, wanted)

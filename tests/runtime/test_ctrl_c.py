@@ -503,23 +503,6 @@ RUNS = {
 }
 
 
-@pytest.fixture
-def ctrl_c_after():
-    """A function that has SIGINT sent after some milliseconds of work, in the held part of a step too; None: no more."""
-    if threading.current_thread() is not threading.main_thread():
-        pytest.skip("signals are for the main thread")
-
-    def after(milliseconds):
-        signal.setitimer(signal.ITIMER_PROF, 0 if milliseconds is None else milliseconds / 1000)
-
-    old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timer = signal.signal(signal.SIGPROF, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    yield after
-    after(None)
-    signal.signal(signal.SIGPROF, timer)
-    signal.signal(signal.SIGINT, old)
-
-
 def everything(pipe, bank):
     """What the steps have made, on the host."""
     sets = {} if bank is None else {task: (bank.params(task), bank.opt_state(task)) for task in bank.tasks}
