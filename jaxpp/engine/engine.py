@@ -42,7 +42,7 @@ from jaxpp.schedule.registry import AUTO, with_microbatches
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.floating import has_gradient
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.jaxpr import calls_host, describe, shapes_of
+from jaxpp.stages.jaxpr import calls_host, describe
 from jaxpp.stages.loss.microbatch import Microbatches, batch_avals
 from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.remat import RematPolicy
@@ -127,7 +127,7 @@ class Engine:
 
     def _replica(self, number: int) -> "Engine":
         options = self.options.alone(number)
-        placed = dataclasses.replace(self.placed, base=options.placement, known=dict(self.placed.known) | {"own": frozenset()})
+        placed = dataclasses.replace(self.placed, base=options.placement)
         preparer = self.preparer.for_replica(options, placed.placement)
         return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
 
@@ -169,11 +169,13 @@ class Engine:
         return () if self.placed.update is None else self.placed.update.watched
 
     def _traced_again(self) -> Update:
-        placed = self.placed, place_leaves(self.options, self.optimizer, self.layout, self.preparer.first_cut)
-        first, found = (each.update for each in placed)
-        assert first and found, "value_and_grad has no optimizer, and no updates"
-        had, has = (shapes_of(update.init_graph.outputs) for update in (first, found))
-        if (first.tree, first.opt_owner, had) != (found.tree, found.opt_owner, has):
+        optimizer, first = self.layout.optimizer, self.placed.update
+        assert optimizer and first, "value_and_grad has no optimizer, and no updates"
+        layout = dataclasses.replace(self.layout, optimizer=optimizer.again())
+        found = place_leaves(self.options, layout, self.preparer.first_cut).update
+        assert found, "an optimizer has an update"
+        had, has = ([leaf.aval for leaf in update.leaves.all_opt] for update in (first, found))
+        if (first.tree, first.leaves.all_opt) != (found.tree, found.leaves.all_opt):
             rule = "a state is trained under the options of JAX that decide its types as they were when init made it"
             changed = [f"{describe(a)} becomes {describe(b)}" for a, b in zip(had, has, strict=False) if a != b]
             fix = "set jax_enable_x64 and the like before init, or call init again"
@@ -417,13 +419,9 @@ class Engine:
             builder,
             update,
             found.loss,
-            names.all_params,
-            names.model_state,
             states,
             packed,
-            self.placement.own,
-            apart=self.layout.parts != self.layout.specs,
-            before_last=dict(zip(self.placed.stale, names.previous, strict=True)),
+            self.placement.num_replicas,
             donate=donate and not calls,
         )
         if calls:
@@ -536,7 +534,7 @@ def open_engine(
         return known
     programs = Programs() if known is None else known.programs
     layout, microbatch, first = lay_out(options, optimizer, variables, batch, key, programs, like)
-    placed = place_leaves(options, optimizer, layout, first)
+    placed = place_leaves(options, layout, first)
     preparer = Preparer(options, layout, placed.placement, first, microbatch, key)
     engine = Engine(options, optimizer, placed, preparer, programs, shapes)
     if not options.made_to_measure:

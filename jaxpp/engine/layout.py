@@ -18,16 +18,15 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpp.engine.lru import LRU
-from jaxpp.engine.sharding_rules import check_even, fits, num_parts, opt_specs_of, over_both, over_model, specs_of
+from jaxpp.engine.sharding_rules import check_even, fits, num_parts, over_both, over_model, specs_of
 from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
 from jaxpp.errors import ArgumentError, BatchError, warn
-from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gradients
-from jaxpp.optim.trains import kept_leaves, part_of, untrained_leaves
-from jaxpp.optim.update import Update, opt_name
+from jaxpp.optim.owners import TracedOptimizer, untrained_leaves
+from jaxpp.optim.update import Update, plan_update
 from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Constant, Line, Name
 from jaxpp.plan.microbatch_weights import given_weights, weigh
-from jaxpp.plan.step import Leaves, Step, given_names, param_name, state_name
+from jaxpp.plan.step import Leaves, StateLeaf, Step, given_names
 from jaxpp.plan.visits import waiting
 from jaxpp.runtime.compile import Programs, trace_context
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
@@ -58,15 +57,14 @@ from jaxpp.stages.loss.microbatch import (
     check_shared,
     first_of,
     resized,
-    scale_dtype,
     sizes,
     split_any,
 )
-from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_bits, check_trainable, key_implementation
-from jaxpp.stages.own_params import Joint, num_own, num_shared
+from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_bits, check_trainable, key_implementation, path_name
+from jaxpp.stages.own_params import num_own, num_shared
 from jaxpp.stages.program import Pack, Program, Ref, Role
 from jaxpp.stages.remat import RematPolicy
-from jaxpp.stages.stacked import Slicing, is_slices
+from jaxpp.stages.stacked import Slicing, is_slices, slicing_of
 from jaxpp.types import Aval, Batch, Home, Key, LossFn, Params, Tree
 
 
@@ -114,24 +112,18 @@ class Layout:
     """What the first batch decided."""
 
     given: tuple[Tree, ...]  # the tree of parameter shapes, and after it that of model state shapes, if the loss has any
-    slicing: Slicing  # which parameter leaves are held as slices
     variables: tuple[Tree, ...]  # the trees as they are held
-    frozen: frozenset[int]  # the parameter leaves that have no gradient, or whose gradient the optimizer does not read
-    owner: tuple[int, ...]  # the stage of each parameter leaf
+    slicing: Slicing  # which parameter leaves are held as slices
+    state_slicing: Slicing  # which model state leaves are held as slices
+    leaves: Leaves[StateLeaf]  # the parameters and the model state, as they are held
+    optimizer: TracedOptimizer | None  # over the parameters as they are given
     spine: tuple[str, ...]  # the primitives of the spine that was cut
     cuts: Cuts  # the positions on the spine at which stages begin
     reducers: Mapping[int, Reducer]  # how the aux leaves that are not averaged are reduced
     packs: tuple[tuple[Pack, ...], ...]  # the small gradients that each stage sums as one vector
-    state_owner: tuple[int, ...]  # the stage of each model state leaf
-    specs: tuple[PartitionSpec, ...]  # how each parameter leaf is sharded inside its stage; empty if none is
-    parts: tuple[PartitionSpec, ...]  # how the sum of its gradients and its optimizer state are; empty if none is
-    divided: frozenset[int]  # the parameter leaves that are held so too between steps
-    scattered: frozenset[int]  # those whose gradients are summed so
-    warnings: tuple[Warning, ...]  # what to tell the user of these stages
     weight: Callable[[Batch], Any] | None  # of a microbatch; None: the number of its examples
-    state_slicing: Slicing  # which model state leaves are held as slices
-    untrained: frozenset[int]  # the parameter leaves that a step leaves as they are
     follows: tuple[int, ...]  # the owners of another loss, in whose order equations run; empty: in the user's order
+    warnings: tuple[Warning, ...]  # what to tell the user of these stages
     copies: tuple[StateCopy, ...] = ()  # the last model state leaves, if they are copies of others for further stages
 
     @property
@@ -139,20 +131,36 @@ class Layout:
         """The tree of parameter shapes, as it is held."""
         return self.variables[0]
 
+    @cached_property
+    def owner(self) -> tuple[int, ...]:
+        """The stage of each parameter leaf."""
+        return tuple(leaf.stage for leaf in self.leaves.all_params)
+
+    @cached_property
+    def state_owner(self) -> tuple[int, ...]:
+        """The stage of each model state leaf."""
+        return tuple(leaf.stage for leaf in self.leaves.model_state)
+
+    @cached_property
+    def frozen(self) -> frozenset[int]:
+        """The parameter leaves that have no gradient, or whose gradient the optimizer does not read."""
+        return frozenset(leaf.index for leaf in self.leaves.all_params if leaf.frozen)
+
     @property
     def num_shared(self) -> int:
         """How many parameter leaves all replicas share; they are the first."""
-        return num_shared(self.params)
+        return len(self.leaves.params)
 
     @property
     def num_own(self) -> int:
         """How many parameter leaves each replica has of its own; they are the last."""
-        return num_own(self.params)
+        return len(self.leaves.own_params)
 
-    @property
-    def state_shapes(self) -> list[Aval]:
-        """The shape of each model state leaf."""
-        return jax.tree.leaves(self.variables[1:])
+
+def state_leaves(model_state: Tree, owner: Sequence[int]) -> list[StateLeaf]:
+    """The leaves of a model state, or of a carry, on their stages."""
+    shapes = jax.tree.leaves(model_state)
+    return [StateLeaf(Role.STATE, k, aval, stage) for k, (aval, stage) in enumerate(zip(shapes, owner, strict=True))]
 
 
 def lay_out(
@@ -176,17 +184,15 @@ def lay_out(
         check_arrays(variables[:1], "parameters")
     check_bits(jax.tree_util.tree_leaves_with_path(variables[0]))
     check_arrays(variables[1:])
-    frozen = frozen_by_type(variables[0])
+    given, traced, frozen = tuple(map(avals_of, variables)), None, frozen_by_type(variables[0])
     if optimizer is not None:
-        untrained_leaves(variables[0], options.trains)  # which refuses paths that no parameter has
-        frozen |= unread_gradients(
-            part_of(optimizer, options.trains), avals_of(variables[0]), jax.ShapeDtypeStruct((), scale_dtype())
-        )
+        traced = TracedOptimizer(optimizer, given[0], untrained_leaves(given[0], options.trains))
+        frozen |= traced.unread
     tracing, schedule = Tracing(options, frozen), options.schedule
     tracing.check_key_taken(options.loss_fn, key)
     check_shared(first_of(batch), options.shared)
     size, first_part = _split_of(options, batch, train=options.is_loss).sizes[0], first_of(batch)
-    given, microbatch = tuple(map(avals_of, variables)), resized(batch_avals(first_part), size, tracing.shared(first_part))
+    microbatch = resized(batch_avals(first_part), size, tracing.shared(first_part))
     layered = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
     rows = _by_row(given[1:], layered.stacked_state)
     if rows.any:  # each row is a leaf, so that cuts may lie between two layers
@@ -195,7 +201,7 @@ def lay_out(
         check_giant(layered, schedule.num_stages)
     specs = specs_of(options.shardings, variables[0], options.axes, evenly=options.placement.is_even)
     own = batch if isinstance(batch, Microbatches) else None
-    found = _Layouts(options, optimizer, given, own, microbatch, key, frozen, like, specs, rows)
+    found = _Layouts(options, traced, given, own, microbatch, key, frozen, like, specs, rows)
     layout, first = found.at(layered)
     if options.cuts is not None or schedule.num_stages == 1 or like is not None:
         return layout, microbatch, first
@@ -216,7 +222,7 @@ def _by_row(model_state: Tree, leaves: Collection[int]) -> Slicing:
 @dataclass(frozen=True)
 class _Layouts:
     options: Options
-    optimizer: optax.GradientTransformation | None
+    optimizer: TracedOptimizer | None
     given: tuple[Tree, ...]
     own: Microbatches | None  # that were given, rather than a batch
     microbatch: Batch
@@ -233,7 +239,7 @@ class _Layouts:
         clock, spine = loss.clock, loss.primitives
         specs = self.specs
         loss = self._estimated(loss)
-        cuts, step = () if like else self._choose(loss, given[0], specs, self.frozen), loss.step
+        cuts, step = () if like else self._choose(loss, given[0], specs, Slicing(), self.frozen), loss.step
         slicing, state_slicing = self._slicing(loss, cuts, specs), self._state_slicing(loss, cuts)
         tracing, variables, known = Tracing(options, self.frozen), given, () if like is None or like.num_own else like.owner
         if loss.layers or slicing.any or known:
@@ -244,7 +250,7 @@ class _Layouts:
         parts, divided = self._parts(variables[0], specs)
         loss = replace(loss, step=step) if loss.primitives == spine else self._estimated(loss)
         if like or loss.primitives != spine:
-            cuts = self._choose(loss, variables[0], specs, tracing.frozen)
+            cuts = self._choose(loss, variables[0], specs, slicing, tracing.frozen)
         merge = tracing.merge(loss, options.loss_fn, variables, self.microbatch, self.key, self.own)
         if loss.graph.communicates and options.placement.num_replicas > 1 and (merge.weight or num_own(variables[0])):
             rule = "a collective mixes what the losses of replicas depend on, and these must weigh the same"
@@ -266,30 +272,61 @@ class _Layouts:
         first = tracing.cut(loss, cuts, owner, merge.reducers, state_owner=None if like is None else like.state_owner)
         layout = Layout(
             given=given,
-            slicing=slicing,
             variables=variables,
-            frozen=tracing.frozen,
-            owner=owner,
+            slicing=slicing,
+            state_slicing=state_slicing,
+            leaves=self._leaves(slicing, variables, owner, first, tracing.frozen, specs, parts, divided),
+            optimizer=self.optimizer,
             spine=loss.primitives,
             cuts=cuts,
             reducers=merge.reducers,
             packs=tuple(code.packs for code in first.stages),
-            state_owner=first.state_home,
-            specs=shards,
-            parts=parts,
-            divided=divided,
-            scattered=self._scattered(parts, {ref.index for code in first.stages for pack in code.packs for ref in pack.members}),
-            warnings=tuple(filter(None, (options.devices_warning, *idle, trained, unevenness, _offloading(loss), merge.warning))),
             weight=merge.weight,
-            state_slicing=state_slicing,
-            untrained=frozenset(slicing.leaves(untrained_leaves(given[0], options.trains))),
             follows=known,
+            warnings=tuple(filter(None, (options.devices_warning, *idle, trained, unevenness, _offloading(loss), merge.warning))),
         )
         return layout, first
 
+    def _leaves(
+        self,
+        slicing: Slicing,
+        variables: tuple[Tree, ...],
+        owner: Sequence[int],
+        first: CutLoss,
+        frozen: Collection[int],
+        specs: Sequence[PartitionSpec],
+        parts: Sequence[PartitionSpec],
+        divided: Collection[int],
+    ) -> Leaves[StateLeaf]:
+        """The parameters and the model state as they are held, each leaf on its owner."""
+        untrained = set(slicing.leaves(() if self.optimizer is None else self.optimizer.untrained))
+        packed = {ref.index for code in first.stages for pack in code.packs for ref in pack.members}
+        shared, none = num_shared(variables[0]), [PartitionSpec()] * len(owner)
+        scattered = set(range(len(parts) if "gradients" in self.options.shard else 0)) - packed
+        params = [
+            StateLeaf(
+                Role.PARAM,
+                k,
+                aval,
+                stage,
+                over_model(spec),
+                part,
+                divided=k in divided,
+                scattered=k in scattered and any(DATA in axis_names(entry) for entry in part),
+                frozen=k in frozen,
+                own=k >= shared,
+                changes=k not in untrained,
+            )
+            for k, (aval, stage, spec, part) in enumerate(
+                zip(jax.tree.leaves(variables[0]), owner, specs or none, parts or none, strict=True)
+            )
+        ]
+        state = state_leaves(variables[1:], first.state_home)
+        return Leaves(params[:shared], params[shared:], model_state=state)
+
     def measured(self, loss: TracedLoss, layout: Layout, first: CutLoss, programs: Programs) -> tuple[Layout, CutLoss]:
         """As ``at``, by what the stages of a first cut took, each on its rank; of ranks of unequal width as on the narrowest."""
-        schedule, places = self.options.schedule, self.options.placement.with_values(specs=layout.specs)
+        schedule, places = self.options.schedule, self.options.placement.holding(layout.leaves)
         taken = stage_times(first, {action.kind for action in schedule.order} - {Kind.F}, places.places, programs)
         seconds = [each * speed for each, speed in zip(taken, places.speeds, strict=True)]
         ends = [0, *first.cuts, len(first.loss.spine)]
@@ -319,7 +356,8 @@ class _Layouts:
         single = rows_between(loss.params, loss.reads, cuts)
         axes = stacked_axes(loss.params, loss.layers)
         single = [() if leaf in sharded or axes[leaf] else sizes for leaf, sizes in enumerate(single)]
-        return slicing_for(self.optimizer, params, slices_between(loss.params, loss.layers, stages), single, axes)
+        loops = slices_between(loss.params, loss.layers, stages)
+        return slicing_of(loops, single, axes=axes) if self.optimizer is None else self.optimizer.slicing(loops, single, axes)
 
     def _state_slicing(self, loss: TracedLoss, cuts: Cuts) -> Slicing:
         """The model state leaves of which layers of several stages make a row each; ``loss`` has each row as a leaf."""
@@ -356,17 +394,12 @@ class _Layouts:
         wanted = (k for k, part in enumerate(parts) if part != over_model(part) and (asked[k] or "parameters" in shard))
         return tuple(parts), frozenset(wanted)
 
-    def _scattered(self, parts: Sequence[PartitionSpec], packed: Collection[int]) -> frozenset[int]:
-        """The leaves whose gradients are summed in parts; those in a vector of small ones are divided when they are summed."""
-        asked = "gradients" in self.options.shard
-        divided = (k for k, part in enumerate(parts) if asked and any(DATA in axis_names(entry) for entry in part))
-        return frozenset(divided).difference(packed)
-
     def fullest(self, layout: Layout, first: CutLoss) -> float:
         """The bytes of the device that holds most, by what the stages keep."""
-        return self._held(layout.params, layout.specs, layout.frozen).fullest(first.stages, layout.owner)
+        specs = [leaf.spec for leaf in layout.leaves.all_params]
+        return self._held(layout.params, specs, layout.slicing, layout.frozen).fullest(first.stages, layout.owner)
 
-    def _held(self, params: Params, specs: Sequence[PartitionSpec], frozen: frozenset[int]) -> StageBytes:
+    def _held(self, params: Params, specs: Sequence[PartitionSpec], slicing: Slicing, frozen: frozenset[int]) -> StageBytes:
         options = self.options
         schedule, placement, num_stages = options.schedule, options.placement, options.schedule.num_stages
         numbers = {place.devices: k for k, place in enumerate(placement.by_rank)}
@@ -376,16 +409,18 @@ class _Layouts:
         axes, leaves = options.axes.sizes, jax.tree.leaves(params)
         parts = self._parts(params, specs)[0] or [PartitionSpec()] * len(leaves)
         sizes = [count_bytes(leaf) / num_parts(over_model(part), axes) for leaf, part in zip(leaves, parts, strict=True)]
-        state = zip(state_bytes(self.optimizer, params), (num_parts(part, axes) for part in parts), strict=True)
+        state = [0] * len(leaves) if self.optimizer is None else self.optimizer.bytes_beside(slicing)
         return StageBytes(
             of_user=tuple(size * (1 + (options.is_loss and leaf not in frozen)) for leaf, size in enumerate(sizes)),
-            of_owner=tuple(size / count for size, count in state),
+            of_owner=tuple(size / num_parts(part, axes) for size, part in zip(state, parts, strict=True)),
             num_kept=kept,
             policies=options.remat or (RematPolicy(),) * num_stages,
             devices=devices,
         )
 
-    def _choose(self, loss: TracedLoss, params: Params, specs: Sequence[PartitionSpec], frozen: frozenset[int]) -> Cuts:
+    def _choose(
+        self, loss: TracedLoss, params: Params, specs: Sequence[PartitionSpec], slicing: Slicing, frozen: frozenset[int]
+    ) -> Cuts:
         names, count, like = self.options.cuts, self.options.schedule.num_stages, self.like
         if like is not None:
             if loss.primitives == like.spine:
@@ -398,7 +433,7 @@ class _Layouts:
         if names is not None:
             return resolve(loss, names)
         if self.options.balance == "memory":
-            return balance_memory(loss, self._held(params, specs, frozen))
+            return balance_memory(loss, self._held(params, specs, slicing, frozen))
         if loss.step is None or not self.options.placement.is_even:
             return balance(loss, count, speeds=self.options.placement.speeds)
         return balance_step(loss, count, self.links or links_of(self.options.placement), lengths_of(self.options.schedule))
@@ -478,25 +513,27 @@ class Placed:
     """Where the leaves of a state live."""
 
     layout: Layout
+    leaves: Leaves[StateLeaf]
     base: Placement  # where each stage lives
-    known: Mapping[str, Any]  # how parameters and optimizer leaves are sharded there, and which of them each replica has of its own
     update: Update | None  # the optimizer, placed
-    scales: tuple[Aval, ...]  # the shape of each leaf of the loss scale
     waiting: frozenset[Role] = frozenset()  # the roles of what waits in host memory between steps
-    delay: int = 0  # how many steps the gradients of a step are late
     traced_under: Hashable = None  # the options of JAX under which the optimizer was traced
 
     @cached_property
     def placement(self) -> Placement:
         """Where each stage lives, and how values are sharded there."""
-        return self.base.with_values(**self.known)
+        return self.base.holding(self.leaves)
+
+    @property
+    def per_replica(self) -> bool:
+        """Whether there are several replicas, each with parameters of its own."""
+        return self.base.num_replicas > 1 and bool(self.leaves.own_params)
 
     @cached_property
     def names(self) -> Leaves[Name]:
         """What each leaf of a state is called where it is between steps."""
         there, stays = self.names_on_devices, self.numbers
-        waits = (n.ref.role in self.waiting and (n.ref.role, n.ref.index) not in stays for n in there.flat())
-        return there.fill([waiting(name) if one else name for name, one in zip(there.flat(), waits, strict=True)])
+        return there.map(lambda n: waiting(n) if n.ref.role in self.waiting and (n.ref.role, n.ref.index) not in stays else n)
 
     @cached_property
     def numbers(self) -> frozenset[tuple[Role, int]]:
@@ -505,70 +542,52 @@ class Placed:
         def stays(aval: Aval) -> bool:
             return math.prod(aval.shape) <= 1 or jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
-        pairs = zip(self.names_on_devices.flat(), self.shapes.flat(), strict=True)
-        return frozenset((name.ref.role, name.ref.index) for name, aval in pairs if stays(aval))
+        return frozenset((leaf.role, leaf.index) for leaf in self.leaves.flat() if stays(leaf.aval))
 
     @cached_property
     def names_on_devices(self) -> Leaves[Name]:
         """What each leaf of a state is called on the devices of its stage."""
-        layout, update = self.layout, self.update
-        params = [param_name(stage, leaf, shared=leaf in layout.divided) for leaf, stage in enumerate(layout.owner)]
-        opts = [opt_name(stage, leaf) for leaf, stage in enumerate(update.opt_owner)] if update else []
-        shared = self.base.num_replicas > 1
-        states = [state_name(stage, leaf, shared=shared) for leaf, stage in enumerate(layout.state_owner)]
-        num_own_opts = update.tree.children()[1].num_leaves if update and isinstance(layout.params, Joint) else 0
-        a, b = layout.num_shared, len(opts) - num_own_opts
-        scales, previous = list(update.scales) if update else [], [_as_previous(params[leaf]) for leaf in self.stale]
-        return Leaves(params[:a], params[a:], opts[:b], opts[b:], states, scales, previous)
+        return self.leaves.map(lambda leaf: leaf.name(self.base.num_replicas))
 
-    @cached_property
+    @property
     def stale(self) -> tuple[int, ...]:
         """The parameter leaves of which a state has the values before the last step too: those of arrays that steps change."""
-        if not self.delay or self.update is None:
-            return ()
-        numbers = jax.tree.structure(self.layout.params).unflatten(range(len(self.layout.owner)))
-        whole = [jax.tree.leaves(node) for node in jax.tree.leaves(numbers, is_leaf=is_slices)]
-        return tuple(leaf for node in whole if not self.update.kept.issuperset(node) for leaf in node)
+        return tuple(leaf.index for leaf in self.leaves.previous)
 
     @cached_property
     def shapes(self) -> Leaves[Aval]:
         """The shape of each leaf of a state."""
-        opts = [] if self.update is None else [atom.aval for atom in self.update.init_graph.outputs]
-        params = jax.tree.leaves(self.layout.params)
-        flat = [*params, *opts, *self.layout.state_shapes, *self.scales, *(params[leaf] for leaf in self.stale)]
-        return self.names_on_devices.fill(flat)
+        return self.leaves.map(lambda leaf: leaf.aval)
 
     @cached_property
     def shapes_by_role(self) -> Mapping[tuple[Role, int], Aval]:
         """The shape of each leaf of a state, by what it is and its number."""
-        return {(n.ref.role, n.ref.index): aval for n, aval in zip(self.names.flat(), self.shapes.flat(), strict=True)}
+        return {(leaf.role, leaf.index): leaf.aval for leaf in self.leaves.flat()}
 
     @cached_property
     def homes(self) -> Leaves[Home]:
         """The device, or sharding, of each leaf of a state."""
-        return self.names.fill([self.placement[name.stage].home(name.ref) for name in self.names.flat()])
+        return self.names.map(lambda name: self.placement[name.stage].home(name.ref))
 
 
-def place_leaves(options: Options, optimizer: optax.GradientTransformation | None, layout: Layout, first: CutLoss) -> Placed:
-    """Trace the optimizer, give each of its equations to a stage, and say where every leaf lives."""
-    scales = () if options.loss_scale is None else tuple(shapes_of(options.loss_scale.init()))
-    params, replicated = layout.params, options.placement.num_replicas > 1
-    own = {(role, layout.num_shared + k) for k in range(layout.num_own) for role in (Role.PARAM, Role.GRAD)}
-    known: dict[str, Any] = {"specs": layout.specs, "parts": layout.parts, "own": frozenset(own if replicated else ())}
-    if optimizer is None:
-        return Placed(layout, options.placement, known, None, scales, options.waiting)
+def place_leaves(options: Options, layout: Layout, first: CutLoss) -> Placed:
+    """Say where every leaf of a state lives, and give each of the equations of the optimizer to a stage."""
+    scaling, loss_stage, leaves = options.loss_scale, len(first.stages) - 1, layout.leaves
+    scales = () if scaling is None else shapes_of(scaling.init())
+    leaves = leaves._replace(loss_scale=[StateLeaf(Role.LOSS_SCALE, k, aval, loss_stage) for k, aval in enumerate(scales)])
+    if layout.optimizer is None:
+        return Placed(layout, leaves, options.placement, None, options.waiting)
     (loss,) = shapes_of(first.loss.graph.outputs[:1])
-    states = list(zip(layout.state_owner, layout.state_shapes, strict=True)) if options.loss_scale else ()
-    kept = {len(layout.owner) + leaf for leaf in kept_leaves(optimizer, params, layout.untrained)} | layout.untrained
-    given = (layout.frozen, options.loss_scale, states, range(layout.num_shared))
-    update = plan_update(optimizer, params, layout.owner, len(first.stages) - 1, loss, *given, kept=frozenset(kept))
-    opt_state = update.tree.unflatten([atom.aval for atom in update.init_graph.outputs])
-    specs = opt_specs_of(opt_state, params, layout.parts)
-    if replicated and isinstance(params, Joint):  # the optimizer state of two parts is a pair
-        leaves = [len(jax.tree.leaves(part)) for part in opt_state]
-        own |= {(Role.OPT, leaves[0] + k) for k in range(leaves[1])}
-    known |= {"opt_specs": specs, "own": frozenset(own if replicated else ())}
-    return Placed(layout, options.placement, known, update, scales, options.waiting, options.delay, trace_context())
+    if options.delay:
+        numbers = jax.tree.structure(layout.params).unflatten(leaves.all_params)
+        whole = [jax.tree.leaves(node) for node in jax.tree.leaves(numbers, is_leaf=is_slices)]
+        stale = [leaf for node in whole if any(leaf.changes for leaf in node) for leaf in node]
+        leaves = leaves._replace(previous=[replace(leaf, role=Role.PREVIOUS) for leaf in stale])
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(layout.params)]
+    optimizer = layout.optimizer.reading(loss).held(layout.slicing)
+    update = plan_update(optimizer, leaves, paths, loss, loss_stage, scaling)
+    leaves = update.leaves._replace(model_state=leaves.model_state)
+    return Placed(layout, leaves, options.placement, update, options.waiting, trace_context())
 
 
 def with_previous(lines: Sequence[Line], stale: Collection[int]) -> list[Line]:
@@ -708,15 +727,9 @@ class Preparer:
             cuts=cuts,
             variants=tuple(list(different).index(shape) for shape in shapes),
             split=split,
-            owner=layout.owner,
+            leaves=layout.leaves,
             num_replicas=replicas,
             num_shards=self.placement.num_shards,
-            own=self.placement.own,
-            divided=layout.divided,
-            scattered=layout.scattered if train else frozenset(),
-            params=tuple(jax.tree.leaves(layout.params)),
-            state=tuple(layout.state_shapes),
-            state_owner=layout.state_owner,
             batch=tuple(leaves),
             given=tuple(given),
             shared=shared,

@@ -524,7 +524,7 @@ def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> No
 
 def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) -> None:
     """What the replicas of a stage have summed, each by itself, is summed: the one reduction over ``data`` of a step."""
-    own = [ref for ref in sums.leaves if (Role.GRAD, ref.index) in step.own]
+    own = [ref for ref in sums.leaves if ref.index in step.own]
     if own:  # each over the replicas with the same
         scales = [] if step.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
         mean, means = GroupMean(tuple(step.params[ref.index] for ref in own)), [total_name(stage, Role.GRAD, k.index) for k in own]
