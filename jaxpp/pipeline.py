@@ -445,7 +445,7 @@ class Pipeline(Forward):
         engine, runner = setup.engine, self._opened("init").runner
         self._newest.state = None  # there may be no room for two
         leaves = first_leaves(engine, given, runner.held(engine.placed.names), runner.held(engine.placed.homes))
-        leaves = engine.with_previous(runner.with_opt_state(leaves)._replace(loss_scale=engine.make_loss_scale()))
+        leaves = engine.first_state(runner.with_opt_state(leaves))
         self._newest.state = state = setup.states.wrap(leaves)
         return state
 

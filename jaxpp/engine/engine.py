@@ -26,7 +26,7 @@ from jaxpp.plan.builder import CALLER, Builder, Name
 from jaxpp.plan.flow import in_flow
 from jaxpp.plan.lower import INIT_KEY, add_gradients, add_wait, add_zero_gradients, forward_actions, lower, lower_init
 from jaxpp.plan.plan import Plan
-from jaxpp.plan.step import Leaves, Step, state_name, total_name
+from jaxpp.plan.step import COPIES, Leaves, Step, state_name, total_name
 from jaxpp.plan.visits import Visits, early, here
 from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs, trace_context
@@ -200,18 +200,20 @@ class Engine:
 
     def bring(self, variables: Tree) -> Leaves[Array]:
         """Parameters as they are held, and the model state if the loss has any, brought to their owners."""
-        homes = self.placed.homes._replace(opt=(), own_opt=(), loss_scale=(), previous=())
+        homes = self.placed.homes.variables
         return homes.fill(to_homes(jax.tree.leaves(variables), homes.flat()))
 
     def copy(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """Copies of the leaves of a state, each on its owner."""
         return leaves.fill([put(leaf, home) for leaf, home in zip(leaves.flat(), self.placed.homes.flat(), strict=True)])
 
-    def with_previous(self, leaves: Leaves[Array]) -> Leaves[Array]:
-        """The leaves of a first state, whose parameters before the last step are copies of the parameters."""
-        homes = self.placed.homes.previous
-        params = [leaves.params[leaf] for leaf in self.placed.stale]
-        return leaves._replace(previous=[put(leaf, home) for leaf, home in zip(params, homes, strict=True)])
+    def first_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """The leaves of a first state, of its variables and the optimizer's: with the loss scale, and copies of parameters."""
+        placed, params = self.placed, leaves.params
+        for group in COPIES:
+            pairs = zip(getattr(placed.leaves, group), getattr(placed.homes, group), strict=True)
+            leaves = leaves._replace(**{group: [put(params[leaf.index], home) for leaf, home in pairs]})
+        return leaves._replace(loss_scale=self.make_loss_scale())
 
     def before_last(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The leaves of a state with the parameters of which the gradients of its next step are: with ``delay`` older ones."""
@@ -222,9 +224,8 @@ class Engine:
 
     def apart(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The leaves of a state after a step, with copies of those that are the arrays of the state before it."""
-        flat, homes = leaves.flat(), self.placed.homes.flat()
-        kept = self.update.kept | set(range(len(flat) - len(leaves.previous), len(flat)))
-        return leaves.fill([put(leaf, homes[k]) if k in kept else leaf for k, leaf in enumerate(flat)]) if kept else leaves
+        table = zip(leaves.flat(), self.placed.leaves.flat(), self.placed.homes.flat(), strict=True)
+        return leaves.fill([value if leaf.changes else put(value, home) for value, leaf, home in table])
 
     def sliced(self, made: Tree) -> Tree:
         """What init was given or made, as it is held."""
@@ -426,10 +427,10 @@ class Engine:
         )
         if calls:
             add_wait(builder, "the optimizer", flat(made))
-        previous = [names.all_params[leaf] for leaf in self.placed.stale]  # what was the newest
-        new = names.fill([*made.params, *made.opt, *(made.state or states), *made.scale, *previous])
         finite = made.finite[0] if made.finite else None
-        return found._replace(state=new, finite=finite, grad_norm=made.norm[0], squares=list(made.squares))
+        return found._replace(
+            state=update.new_state(names, made, states), finite=finite, grad_norm=made.norm[0], squares=list(made.squares)
+        )
 
     def run(
         self,
@@ -563,5 +564,4 @@ def _read_by(purpose: Purpose, leaves: Leaves[_T]) -> Leaves[_T]:
     """The leaves of a state that a step reads: only an update reads the optimizer's, and only a backward the loss scale."""
     if purpose == "update":
         return leaves
-    read = leaves._replace(opt=(), own_opt=(), previous=())
-    return read if purpose == "grads" else read._replace(loss_scale=())
+    return leaves.variables._replace(loss_scale=leaves.loss_scale) if purpose == "grads" else leaves.variables

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -26,7 +26,7 @@ from jaxpp.optim.update import Update, plan_update
 from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Constant, Line, Name
 from jaxpp.plan.microbatch_weights import given_weights, weigh
-from jaxpp.plan.step import Leaves, StateLeaf, Step, given_names
+from jaxpp.plan.step import WHOLE, Leaves, StateLeaf, Step, given_names
 from jaxpp.plan.visits import waiting
 from jaxpp.runtime.compile import Programs, trace_context
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
@@ -64,7 +64,7 @@ from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_bits, 
 from jaxpp.stages.own_params import num_own, num_shared
 from jaxpp.stages.program import Pack, Program, Ref, Role
 from jaxpp.stages.remat import RematPolicy
-from jaxpp.stages.stacked import Slicing, is_slices, slicing_of
+from jaxpp.stages.stacked import Slicing, slicing_of
 from jaxpp.types import Aval, Batch, Home, Key, LossFn, Params, Tree
 
 
@@ -200,8 +200,8 @@ def lay_out(
     if options.cuts is None and like is None:
         check_giant(layered, schedule.num_stages)
     specs = specs_of(options.shardings, variables[0], options.axes, evenly=options.placement.is_even)
-    own = batch if isinstance(batch, Microbatches) else None
-    found = _Layouts(options, traced, given, own, microbatch, key, frozen, like, specs, rows)
+    microbatches = batch if isinstance(batch, Microbatches) else None
+    found = _Layouts(options, traced, given, microbatches, microbatch, key, frozen, like, specs, rows)
     layout, first = found.at(layered)
     if options.cuts is not None or schedule.num_stages == 1 or like is not None:
         return layout, microbatch, first
@@ -224,7 +224,7 @@ class _Layouts:
     options: Options
     optimizer: TracedOptimizer | None
     given: tuple[Tree, ...]
-    own: Microbatches | None  # that were given, rather than a batch
+    microbatches: Microbatches | None  # that were given, rather than a batch
     microbatch: Batch
     key: Key | None
     frozen: frozenset[int]
@@ -235,94 +235,111 @@ class _Layouts:
 
     def at(self, loss: TracedLoss) -> tuple[Layout, CutLoss]:
         """Cut the loss, every layer of whose loops is an equation of its own, and say what that decides."""
-        options, given, like = self.options, self.given, self.like
-        clock, spine = loss.clock, loss.primitives
-        specs = self.specs
+        options, like, clock, spine = self.options, self.like, loss.clock, loss.primitives
         loss = self._estimated(loss)
-        cuts, step = () if like else self._choose(loss, given[0], specs, Slicing(), self.frozen), loss.step
-        slicing, state_slicing = self._slicing(loss, cuts, specs), self._state_slicing(loss, cuts)
-        tracing, variables, known = Tracing(options, self.frozen), given, () if like is None or like.num_own else like.owner
-        if loss.layers or slicing.any or known:
-            variables = (slicing.of(given[0]), *(state_slicing.of(state) for state in given[1:]))
-            tracing = Tracing(options, frozenset(slicing.leaves(self.frozen)), known)
+        cuts, step = () if like else self._choose(loss, Slicing()), loss.step
+        slicing, state_slicing = self._slicing(loss, cuts), self._state_slicing(loss, cuts)
+        tracing, variables = Tracing(options, self.frozen), self.given
+        follows = () if like is None or like.num_own else like.owner
+        if loss.layers or slicing.any or follows:
+            variables = (slicing.of(self.given[0]), *map(state_slicing.of, self.given[1:]))
+            tracing = Tracing(options, frozenset(slicing.leaves(self.frozen)), follows)
             loss = replace(tracing.trace(options.loss_fn, variables, self.microbatch, self.key), clock=clock)
-        specs = tuple(spec for k, spec in enumerate(specs) for _ in slicing.leaves([k]))
-        parts, divided = self._parts(variables[0], specs)
-        loss = replace(loss, step=step) if loss.primitives == spine else self._estimated(loss)
-        if like or loss.primitives != spine:
-            cuts = self._choose(loss, variables[0], specs, slicing, tracing.frozen)
-        merge = tracing.merge(loss, options.loss_fn, variables, self.microbatch, self.key, self.own)
-        if loss.graph.communicates and options.placement.num_replicas > 1 and (merge.weight or num_own(variables[0])):
-            rule = "a collective mixes what the losses of replicas depend on, and these must weigh the same"
-            got = "weights of microbatches" if merge.weight else "replicas with parameters of their own"
-            raise ArgumentError("a loss with collectives between replicas", rule, got, "leave the collectives out, or the weights")
-        trained = None if self.optimizer is None else _trained_statistics(given[0], self.frozen)
-        own_cut = options.cuts is None and like is None and options.balance != "memory"
-        unevenness = uneven(loss, cuts, options.placement.speeds) if own_cut else None
-        owner = known or owners(loss, cuts)
-        shards = tuple(map(over_model, specs))
-        readers = _readers(loss, cuts, owner)
-        if not options.placement.is_even:
-            widths = [{options.placement[stage].num_shards for stage in stages} for stages in readers]
-            check_even(
-                shards, loss, widths, "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...]"
-            )
-        divided_on = {stage for spec, stages in zip(shards, readers, strict=bool(shards)) if any(spec) for stage in stages}
-        idle = () if loss.graph.sharded else undivided_warnings(options.placement, divided_on, by_list=options.by_list)
+        params = self._params(slicing)
+        same = loss.primitives == spine
+        loss = replace(loss, step=step) if same else self._estimated(loss)
+        if like or not same:
+            cuts = self._choose(loss, slicing)
+        merge = tracing.merge(loss, options.loss_fn, variables, self.microbatch, self.key, self.microbatches)
+        _check_collectives(loss, options.placement, merge.weight, num_own(variables[0]))
+        owner = follows or owners(loss, cuts)
+        warnings = self._warnings(loss, cuts, owner, params)
         first = tracing.cut(loss, cuts, owner, merge.reducers, state_owner=None if like is None else like.state_owner)
-        layout = Layout(
-            given=given,
+        packs = tuple(code.packs for code in first.stages)
+        packed = {ref.index for each in packs for pack in each for ref in pack.members}
+        params = [
+            replace(leaf, stage=stage, scattered=leaf.scattered and leaf.index not in packed)
+            for leaf, stage in zip(params, owner, strict=True)
+        ]
+        shared, model_state = num_shared(variables[0]), state_leaves(variables[1:], first.state_home)
+        return Layout(
+            given=self.given,
             variables=variables,
             slicing=slicing,
             state_slicing=state_slicing,
-            leaves=self._leaves(slicing, variables, owner, first, tracing.frozen, specs, parts, divided),
+            leaves=Leaves(params[:shared], params[shared:], model_state=model_state),
             optimizer=self.optimizer,
             spine=loss.primitives,
             cuts=cuts,
             reducers=merge.reducers,
-            packs=tuple(code.packs for code in first.stages),
+            packs=packs,
             weight=merge.weight,
-            follows=known,
-            warnings=tuple(filter(None, (options.devices_warning, *idle, trained, unevenness, _offloading(loss), merge.warning))),
-        )
-        return layout, first
+            follows=follows,
+            warnings=tuple(filter(None, (*warnings, merge.warning))),
+        ), first
 
-    def _leaves(
-        self,
-        slicing: Slicing,
-        variables: tuple[Tree, ...],
-        owner: Sequence[int],
-        first: CutLoss,
-        frozen: Collection[int],
-        specs: Sequence[PartitionSpec],
-        parts: Sequence[PartitionSpec],
-        divided: Collection[int],
-    ) -> Leaves[StateLeaf]:
-        """The parameters and the model state as they are held, each leaf on its owner."""
-        untrained = set(slicing.leaves(() if self.optimizer is None else self.optimizer.untrained))
-        packed = {ref.index for code in first.stages for pack in code.packs for ref in pack.members}
-        shared, none = num_shared(variables[0]), [PartitionSpec()] * len(owner)
-        scattered = set(range(len(parts) if "gradients" in self.options.shard else 0)) - packed
-        params = [
-            StateLeaf(
-                Role.PARAM,
-                k,
-                aval,
-                stage,
-                over_model(spec),
-                part,
-                divided=k in divided,
-                scattered=k in scattered and any(DATA in axis_names(entry) for entry in part),
-                frozen=k in frozen,
-                own=k >= shared,
-                changes=k not in untrained,
+    def _params(self, slicing: Slicing) -> list[StateLeaf]:
+        """The parameter leaves as they are held, if they are sliced so; they have no stage yet."""
+        options, sizes, shard = self.options, self.options.axes.sizes, self.options.shard
+        params = slicing.of(self.given[0])
+        leaves, shared = jax.tree.leaves(params), num_shared(params)
+        given = self.specs or [WHOLE] * len(jax.tree.leaves(self.given[0]))
+        specs = [spec for k, spec in enumerate(given) for _ in slicing.leaves([k])]
+        specs[shared:] = map(over_model, specs[shared:])  # each replica has its own
+        pairs = list(zip(specs, leaves, strict=True))
+        even = options.placement.is_even  # else ``check_even`` refuses what a rank cannot share
+        if even and (
+            rough := [f"{describe(leaf)}: {spec}" for spec, leaf in pairs if not fits(over_model(spec), leaf.shape, sizes)]
+        ):
+            rule = "where a loop over layers is cut, a stage holds the rows of its layers, and devices share these evenly"
+            raise ArgumentError(
+                "shardings", rule, rough, "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
             )
-            for k, (aval, stage, spec, part) in enumerate(
-                zip(jax.tree.leaves(variables[0]), owner, specs or none, parts or none, strict=True)
+        asked = [DATA in itertools.chain.from_iterable(map(axis_names, spec)) for spec in specs]
+        divides = sizes.get(DATA, 1) > 1 and (bool(shard) or any(asked))
+        untrained = () if self.optimizer is None else self.optimizer.untrained
+        frozen, kept = (set(slicing.leaves(which)) for which in (self.frozen, untrained))
+        found = []
+        for k, (spec, aval) in enumerate(pairs):
+            works = part = over_model(spec)
+            if divides:
+                part = over_both(spec, aval.shape, sizes, divide=bool(shard) and k < shared)
+            divided = part != over_model(part)
+            found.append(
+                StateLeaf(
+                    Role.PARAM,
+                    k,
+                    aval,
+                    -1,
+                    works,
+                    part,
+                    divided=divided and (asked[k] or "parameters" in shard),
+                    scattered=divided and "gradients" in shard,
+                    frozen=k in frozen,
+                    own=k >= shared,
+                    changes=k not in kept,
+                )
             )
-        ]
-        state = state_leaves(variables[1:], first.state_home)
-        return Leaves(params[:shared], params[shared:], model_state=state)
+        return found
+
+    def _warnings(
+        self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], params: Sequence[StateLeaf]
+    ) -> Iterator[Warning | None]:
+        """What to tell the user of these stages; what ranks of unequal width cannot share is refused."""
+        options, readers, specs = self.options, _readers(loss, cuts, owner), [leaf.spec for leaf in params]
+        placement = options.placement
+        if not placement.is_even:
+            widths = [{placement[stage].num_shards for stage in stages} for stages in readers]
+            fix = "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...]"
+            check_even(specs, loss, widths, fix)
+        yield options.devices_warning
+        if not loss.graph.sharded:
+            divided_on = {stage for spec, stages in zip(specs, readers, strict=True) if any(spec) for stage in stages}
+            yield from undivided_warnings(placement, divided_on, by_list=options.by_list)
+        yield None if self.optimizer is None else _trained_statistics(self.given[0], self.frozen)
+        chosen = options.cuts is None and self.like is None and options.balance != "memory"
+        yield uneven(loss, cuts, placement.speeds) if chosen else None
+        yield _offloading(loss)
 
     def measured(self, loss: TracedLoss, layout: Layout, first: CutLoss, programs: Programs) -> tuple[Layout, CutLoss]:
         """As ``at``, by what the stages of a first cut took, each on its rank; of ranks of unequal width as on the narrowest."""
@@ -334,7 +351,7 @@ class _Layouts:
         links = Links(*link_times(places.places)).scaled(sum(estimated) / max(sum(seconds), 1e-12))
         return replace(self, links=links).at(replace(loss, clock=clock_of(estimated, seconds)))
 
-    def _slicing(self, loss: TracedLoss, cuts: Cuts, specs: Sequence[PartitionSpec]) -> Slicing:
+    def _slicing(self, loss: TracedLoss, cuts: Cuts) -> Slicing:
         """The leaves that a cut loop runs over, and the leaves that several stages read row by row.
 
         These stay whole if their rows are sharded. Slices that the optimizer cannot run on are taken back. The shared parameters of
@@ -352,7 +369,7 @@ class _Layouts:
         position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
         places = [position.get(layer.result) for layer in loss.layers]  # None: no cut divides what depends on parameters alone
         stages = [None if place is None else bisect.bisect_right(cuts, place) for place in places]
-        sharded = {leaf for leaf, spec in enumerate(specs) if next(iter(spec), None) is not None}
+        sharded = {leaf for leaf, spec in enumerate(self.specs) if next(iter(spec), None) is not None}
         single = rows_between(loss.params, loss.reads, cuts)
         axes = stacked_axes(loss.params, loss.layers)
         single = [() if leaf in sharded or axes[leaf] else sizes for leaf, sizes in enumerate(single)]
@@ -372,55 +389,29 @@ class _Layouts:
             sizes.append(counts if len(counts) > 1 else ())
         return Slicing(tuple(sizes))
 
-    def _parts(self, params: Params, specs: Sequence[PartitionSpec]) -> tuple[tuple[PartitionSpec, ...], frozenset[int]]:
-        """How summed gradients and optimizer leaves are divided over replicas; and the parameters that are between steps."""
-        sizes, shard, shared = self.options.axes.sizes, self.options.shard, num_shared(params)
-        leaves = jax.tree.leaves(params)
-        given = list(specs) or [PartitionSpec()] * len(leaves)
-        given[shared:] = map(over_model, given[shared:])  # each replica has its own
-        pairs = list(zip(given, leaves, strict=True))
-        even = self.options.placement.is_even  # else ``check_even`` refuses what a rank cannot share
-        if even and (
-            rough := [f"{describe(leaf)}: {spec}" for spec, leaf in pairs if not fits(over_model(spec), leaf.shape, sizes)]
-        ):
-            rule = "where a loop over layers is cut, a stage holds the rows of its layers, and devices share these evenly"
-            raise ArgumentError(
-                "shardings", rule, rough, "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
-            )
-        asked = [DATA in itertools.chain.from_iterable(map(axis_names, spec)) for spec in given]
-        if sizes.get(DATA, 1) == 1 or not (shard or any(asked)):
-            return tuple(map(over_model, given)) if specs else (), frozenset()
-        parts = [over_both(spec, leaf.shape, sizes, divide=bool(shard) and k < shared) for k, (spec, leaf) in enumerate(pairs)]
-        wanted = (k for k, part in enumerate(parts) if part != over_model(part) and (asked[k] or "parameters" in shard))
-        return tuple(parts), frozenset(wanted)
-
     def fullest(self, layout: Layout, first: CutLoss) -> float:
         """The bytes of the device that holds most, by what the stages keep."""
-        specs = [leaf.spec for leaf in layout.leaves.all_params]
-        return self._held(layout.params, specs, layout.slicing, layout.frozen).fullest(first.stages, layout.owner)
+        return self._bytes(layout.slicing).fullest(first.stages, layout.owner)
 
-    def _held(self, params: Params, specs: Sequence[PartitionSpec], slicing: Slicing, frozen: frozenset[int]) -> StageBytes:
+    def _bytes(self, slicing: Slicing) -> StageBytes:
         options = self.options
         schedule, placement, num_stages = options.schedule, options.placement, options.schedule.num_stages
         numbers = {place.devices: k for k, place in enumerate(placement.by_rank)}
         devices = tuple(numbers[place.devices] for place in placement.places)
         clock = simulate(schedule, forward=1, input_grad=1, weight_grad=1, offload=options.offload or None)
         kept = counts_at_peaks(lifetimes(clock.bars, clock.times.copies), devices)
-        axes, leaves = options.axes.sizes, jax.tree.leaves(params)
-        parts = self._parts(params, specs)[0] or [PartitionSpec()] * len(leaves)
-        sizes = [count_bytes(leaf) / num_parts(over_model(part), axes) for leaf, part in zip(leaves, parts, strict=True)]
-        state = [0] * len(leaves) if self.optimizer is None else self.optimizer.bytes_beside(slicing)
+        axes, params = options.axes.sizes, self._params(slicing)
+        state = [0] * len(params) if self.optimizer is None else self.optimizer.bytes_beside(slicing)
+        sizes = [count_bytes(leaf.aval) / num_parts(leaf.spec, axes) for leaf in params]
         return StageBytes(
-            of_user=tuple(size * (1 + (options.is_loss and leaf not in frozen)) for leaf, size in enumerate(sizes)),
-            of_owner=tuple(size / num_parts(part, axes) for size, part in zip(state, parts, strict=True)),
+            of_user=tuple(size * (1 + (options.is_loss and not leaf.frozen)) for size, leaf in zip(sizes, params, strict=True)),
+            of_owner=tuple(size / num_parts(leaf.part, axes) for size, leaf in zip(state, params, strict=True)),
             num_kept=kept,
             policies=options.remat or (RematPolicy(),) * num_stages,
             devices=devices,
         )
 
-    def _choose(
-        self, loss: TracedLoss, params: Params, specs: Sequence[PartitionSpec], slicing: Slicing, frozen: frozenset[int]
-    ) -> Cuts:
+    def _choose(self, loss: TracedLoss, slicing: Slicing) -> Cuts:
         names, count, like = self.options.cuts, self.options.schedule.num_stages, self.like
         if like is not None:
             if loss.primitives == like.spine:
@@ -433,7 +424,7 @@ class _Layouts:
         if names is not None:
             return resolve(loss, names)
         if self.options.balance == "memory":
-            return balance_memory(loss, self._held(params, specs, slicing, frozen))
+            return balance_memory(loss, self._bytes(slicing))
         if loss.step is None or not self.options.placement.is_even:
             return balance(loss, count, speeds=self.options.placement.speeds)
         return balance_step(loss, count, self.links or links_of(self.options.placement), lengths_of(self.options.schedule))
@@ -449,6 +440,14 @@ class _Layouts:
             return loss  # nobody estimates collectives, of which a cut inside a pair of layers makes more
         kept = Counter(options.remat or [RematPolicy()]).most_common(1)[0][0]  # of most stages
         return replace(loss, step=step_costs(loss, kept, rates_of(options.devices[0])))
+
+
+def _check_collectives(loss: TracedLoss, placement: Placement, weight: object, num_own: int) -> None:
+    """Refuse collectives between replicas whose losses weigh differently in the step's."""
+    if loss.graph.communicates and placement.num_replicas > 1 and (weight or num_own):
+        rule = "a collective mixes what the losses of replicas depend on, and these must weigh the same"
+        got = "weights of microbatches" if weight else "replicas with parameters of their own"
+        raise ArgumentError("a loss with collectives between replicas", rule, got, "leave the collectives out, or the weights")
 
 
 def _readers(loss: TracedLoss, cuts: Cuts, owner: Sequence[int]) -> list[set[int]]:
@@ -578,14 +577,9 @@ def place_leaves(options: Options, layout: Layout, first: CutLoss) -> Placed:
     if layout.optimizer is None:
         return Placed(layout, leaves, options.placement, None, options.waiting)
     (loss,) = shapes_of(first.loss.graph.outputs[:1])
-    if options.delay:
-        numbers = jax.tree.structure(layout.params).unflatten(leaves.all_params)
-        whole = [jax.tree.leaves(node) for node in jax.tree.leaves(numbers, is_leaf=is_slices)]
-        stale = [leaf for node in whole if any(leaf.changes for leaf in node) for leaf in node]
-        leaves = leaves._replace(previous=[replace(leaf, role=Role.PREVIOUS) for leaf in stale])
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(layout.params)]
     optimizer = layout.optimizer.reading(loss).held(layout.slicing)
-    update = plan_update(optimizer, leaves, paths, loss, loss_stage, scaling)
+    update = plan_update(optimizer, leaves, paths, loss, loss_stage, scaling, late=bool(options.delay))
     leaves = update.leaves._replace(model_state=leaves.model_state)
     return Placed(layout, leaves, options.placement, update, options.waiting, trace_context())
 
@@ -688,37 +682,25 @@ class Preparer:
 
     def step(self, batch: Batch, key: Key | None, *, loss_fn: LossFn | None = None, train: bool = True) -> Step:
         """What to lower for a batch of these shapes."""
-        options, layout = self.options, self.layout
+        options, layout, replicas = self.options, self.layout, self.placement.num_replicas
         chosen = loss_fn or options.loss_fn
         self.tracing.check_key_taken(chosen, key)
         split, shared = _split_of(options, batch, train=train), self.tracing.shared(first_of(batch))
-        batch, apart, replicas = batch_avals(batch), isinstance(batch, Microbatches), self.placement.num_replicas
-        if isinstance(batch, Microbatches):
-            parts = [resized(part, size, shared) for part, size in zip(batch, split.sizes, strict=True)]
-            batch = Microbatches(parts, batch.weights)
-        else:
-            batch = resized(batch, sum(split.sizes), shared)
-            parts = [resized(batch, size, shared) for size in split.sizes]
+        batch, one_by_one = batch_avals(batch), isinstance(batch, Microbatches)
+        whole = batch if isinstance(batch, Microbatches) else [resized(batch, sum(split.sizes), shared)] * len(split.sizes)
+        parts = [resized(part, size, shared) for part, size in zip(whole, split.sizes, strict=True)]
+        batch = Microbatches(parts, batch.weights) if isinstance(batch, Microbatches) else whole[0]
         shapes = [shapes_key(part, None) for part in parts]
         different = dict(zip(shapes, parts, strict=True))
         cuts = tuple(self.cut_for(chosen, part, key, train=train) for part in different.values())
-        check_aux([cut.loss for cut in cuts], cuts[0].reducers, len(parts) * replicas)
-        if isinstance(batch, Microbatches) and train and self._is_unjudged and len(parts) > 1:
-            self._is_unjudged = False
-            warning = self.tracing.merge(cuts[0].loss, chosen, layout.variables, parts[0], key, batch).warning
-            if warning is not None:
-                warn(warning)
-        if split.num_idle and any(cut.loss.graph.communicates for cut in cuts):
-            count = self.placement.num_replicas
-            rule, fix = "collectives between replicas need as many examples on each", f"pass a multiple of {count} examples"
-            raise BatchError("batch", rule, f"{split.num_examples(count)} examples for {count} replicas", fix)
-        leaves = jax.tree.leaves(batch)
-        given = list(given_names(len(jax.tree.leaves(parts[0])), shared, len(parts) if apart else None))
+        self._check(cuts, split, chosen, parts, key, batch if isinstance(batch, Microbatches) and train else None)
+        leaves, num_leaves = jax.tree.leaves(batch), len(jax.tree.leaves(parts[0]))
+        given = list(given_names(num_leaves, shared, len(parts) if one_by_one else None))
         if len(given) < len(leaves):  # their weights are the last
             if options.reduction == "sum":
                 rule = "the losses of all microbatches are added, so none has a weight"
                 raise BatchError("Microbatches(weights=...)", rule, 'reduction="sum"', "leave the weights or the reduction out")
-            given.append(Name(CALLER, Ref(Role.BATCH, len(jax.tree.leaves(parts[0])), shared=True)))
+            given.append(Name(CALLER, Ref(Role.BATCH, num_leaves, shared=True)))
             weights = given_weights(leaves[-1], given[-1], len(leaves) - 1, replicas)
         else:
             weight = layout.weight if chosen == options.loss_fn else cuts[0].weight
@@ -733,7 +715,7 @@ class Preparer:
             batch=tuple(leaves),
             given=tuple(given),
             shared=shared,
-            apart=apart,
+            apart=one_by_one,
             key=None if key is None else jax.eval_shape(raw_key, key),
             implementation=key_implementation(key),
             summed=options.reduction == "sum",
@@ -742,3 +724,24 @@ class Preparer:
             weights=weights,
             visits=Role.GRAD in options.waiting,
         )
+
+    def _check(
+        self,
+        cuts: Sequence[CutLoss],
+        split: Split,
+        loss_fn: LossFn,
+        parts: Sequence[Batch],
+        key: Key | None,
+        microbatches: Microbatches | None,
+    ) -> None:
+        """Refuse what the microbatches of a step cannot be put together of, and tell of the first that are given one by one."""
+        count = self.placement.num_replicas
+        check_aux([cut.loss for cut in cuts], cuts[0].reducers, len(parts) * count)
+        if microbatches is not None and self._is_unjudged and len(parts) > 1:
+            self._is_unjudged = False
+            warning = self.tracing.merge(cuts[0].loss, loss_fn, self.layout.variables, parts[0], key, microbatches).warning
+            if warning is not None:
+                warn(warning)
+        if split.num_idle and any(cut.loss.graph.communicates for cut in cuts):
+            rule, fix = "collectives between replicas need as many examples on each", f"pass a multiple of {count} examples"
+            raise BatchError("batch", rule, f"{split.num_examples(count)} examples for {count} replicas", fix)

@@ -19,7 +19,7 @@ from jaxpp.engine.tail import Rest, Tail
 from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import CutError, ParamsError, StateError, shown
 from jaxpp.errors.checks import refuse_tracers
-from jaxpp.plan.step import Leaves
+from jaxpp.plan.step import COPIES, Leaves
 from jaxpp.runtime.edges import HOST_MEMORY, join_slices, joined_home, put, split_slices, to_homes
 from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.processes.trees import are_across, slices_of, stand_in_for
@@ -94,7 +94,7 @@ class _Previous(_Part):
         )
 
 
-_PARTS = ("params", "opt_state", "model_state", "loss_scale", "previous")
+_PARTS = ("params", "opt_state", "model_state", "loss_scale", *COPIES)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -164,8 +164,8 @@ def _of_parts(parts: Sequence[Tree], step: int | None = 0) -> State:
 
 
 def _names(state: State) -> tuple[str, ...]:
-    """The parts of a state as a tree; without ``delay`` there is no ``previous``, and checkpoints have the tree that they had."""
-    return tuple(each.name for each in fields(state) if each.name != "previous" or not _is_nothing(state.kept("previous")))
+    """The parts of a state as a tree, of which it may lack copies of parameters: without ``delay`` there is no ``previous``."""
+    return tuple(each.name for each in fields(state) if each.name not in COPIES or not _is_nothing(state.kept(each.name)))
 
 
 def _whole(state: State, name: str) -> Tree:
@@ -529,12 +529,12 @@ def states_of(engine: Engine, *, own: bool = True) -> States:
     params, model_state = map(jax.tree.structure, (*placed.layout.variables, ())[:2])
     opt_state = jax.tree.structure(()) if placed.update is None else placed.update.tree
     scale = jax.tree.structure(() if scaling is None else scaling.example)
-    stale = set(placed.stale)
-    kept = [leaf if leaf in stale else None for leaf in range(params.num_leaves if stale else 0)]
-    previous = jax.tree.structure(params.unflatten(kept) if stale else ())
+    copied = [{leaf.index for leaf in getattr(placed.leaves, group)} for group in COPIES]
+    held = [[leaf if leaf in there else None for leaf in range(params.num_leaves)] for there in copied]
+    copies = [jax.tree.structure(params.unflatten(each) if there else ()) for each, there in zip(held, copied, strict=True)]
     if own:
-        return States((params, opt_state, model_state, scale, previous), placed.shapes, placed.homes)
-    trees = params.children()[0], opt_state.children()[0], model_state, scale, previous
+        return States((params, opt_state, model_state, scale, *copies), placed.shapes, placed.homes)
+    trees = params.children()[0], opt_state.children()[0], model_state, scale, *copies
     return States(trees, placed.shapes.shared, placed.homes.shared)
 
 

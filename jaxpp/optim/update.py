@@ -108,6 +108,11 @@ class Update:
         _, opt, params, _, scale, state, _ = _read_by(self.leaves, lambda leaf: leaf.stage, HUB)
         return UpdateResults(params, opt, state, scale, (HUB,) if scale else (), (HUB,), self.watched)
 
+    def new_state(self, names: Leaves[Name], made: UpdateResults[Name], states: Sequence[Name]) -> Leaves[Name]:
+        """What the leaves of the state after a step are called: ``names`` before it, ``states`` of the new model state."""
+        previous = [names.all_params[leaf.index] for leaf in self.leaves.previous]  # what was the newest
+        return names.fill([*made.params, *made.opt, *(made.state or states), *made.scale, *previous])
+
     @cached_property
     def kept(self) -> frozenset[int]:
         """The results, of parameters and optimizer leaves, that are what they were."""
@@ -121,10 +126,13 @@ def plan_update(
     loss: Aval,
     loss_stage: int,
     scaling: Scaling | None,
+    *,
+    late: bool = False,
 ) -> Update:
     """Give the leaves of an optimizer's state and the equations of its update to the stages of these parameters.
 
-    ``paths`` are what the user calls the parameters; ``leaves`` has all of a state but the optimizer's.
+    ``paths`` are what the user calls the parameters; ``leaves`` has these, the model state and the loss scale. Where gradients are
+    ``late``, the state has what changes as it was before the last step too.
 
     Of frozen leaves no gradient is read, and only those that replicas share count in the reported norm. With ``scaling`` a
     gradient that is not finite changes nothing, nor the model state. What does not change lives where it otherwise would.
@@ -134,6 +142,8 @@ def plan_update(
     shared = len(opts) - (optimizer.tree.children()[1].num_leaves if leaves.own_params else 0)  # a pair of states
     leaves = leaves._replace(opt=opts[:shared], own_opt=[replace(leaf, own=True) for leaf in opts[shared:]])
     leaves = leaves if scaling is not None else leaves._replace(model_state=())
+    previous = [replace(leaf, role=Role.PREVIOUS, changes=False) for leaf in params if late and leaf.changes]
+    leaves = leaves._replace(previous=previous)  # whose new values are arrays that were parameters
     unheard = {leaf.index for leaf in params if leaf.frozen or leaf.own}
     watched = sorted({leaf.stage for leaf in params if leaf.index not in unheard})
 
@@ -198,6 +208,21 @@ class _Part(NamedTuple):
 
     def of(self, vector: Array) -> Array:
         return jax.lax.slice(vector, (self.start,), (self.end,)).reshape(self.shape)
+
+
+def _packing(
+    run: ComparableFunction,
+    reads: tuple[tuple[int, _Part | None], ...],
+    chosen: tuple[int, ...],
+    groups: tuple[tuple[int, ...], ...],
+) -> ComparableFunction:
+    """A function that reads its arguments, or parts of them, and returns those chosen of its values, and groups as vectors."""
+
+    def function(*args: Array) -> list[Array]:
+        values = run(*(args[k] if part is None else part.of(args[k]) for k, part in reads))
+        return [*(values[k] for k in chosen), *(jnp.stack([values[k] for k in group]) for group in groups)]
+
+    return ComparableFunction(function, run.does and (run.does, reads, chosen, groups))  # all that the function reads
 
 
 class _Writer:
@@ -294,42 +319,36 @@ class _Writer:
         return self._fresh(stage, self.update.graph.outputs[k])
 
     def _compute(self, part: UpdatePart, mine: Sequence[int]) -> list[Name]:
-        (level, stage, apart), piece, graph = part, self.pieces.get(part, Piece()), self.update.graph
-        results = [graph.outputs[k] for k in mine]
-        inputs = [var for var in piece.inputs if var not in graph.constants]
-        held = [self._hold(stage, var) for var in inputs]
-        donated = self._donated(part, mine)
+        """Write the line of a part, which makes these of the results, and the sends of its scalars; what the results are called."""
+        (level, stage, apart), graph, piece = part, self.update.graph, self.pieces.get(part, Piece())
+        inputs, results = [var for var in piece.inputs if var not in graph.constants], [graph.outputs[k] for k in mine]
+        held, donated, packs = [self._hold(stage, var) for var in inputs], self._donated(part, mine), self._packs(part)
         names_in = list(dict.fromkeys([*donated, *(name for name, _ in held)]))
-        packs = self._packs(part)
         returned = [var for var in piece.outputs if aval_of(var).shape or stage in self._readers(var)]
-        run = closed_function(graph, piece, inputs, [*results, *piece.outputs])
-        order = {var: len(results) + k for k, var in enumerate(piece.outputs)}
-
-        def function(*args: Array) -> list[Array]:
-            arrays = dict(zip(names_in, args, strict=True))
-            values = run(*(arrays[name] if part is None else part.of(arrays[name]) for name, part in held))
-            vectors = [jnp.stack([values[order[var]] for var in group]) for group in packs.values()]
-            return [*values[: len(results)], *(values[order[var]] for var in returned), *vectors]
-
-        numbers = {name: k for k, name in enumerate(names_in)}
-        groups = tuple(tuple(order[var] for var in group) for group in packs.values())
-        places = tuple((numbers[name], at) for name, at in held), tuple(order[var] for var in returned), groups
-        comparable = ComparableFunction(function, run.does and (run.does, len(results), *places))  # all that the function reads
         fresh = [self._fresh(stage, *atoms) for atoms in (*((var,) for var in returned), *packs.values())]
-        names_out = [*(self._new(stage, k) for k in mine), *fresh]
-        self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
-        shapes = {self.replaced[k]: self.old[k] for k in mine if k < len(self.old)}
-        shapes |= {name: self.vectors.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
-        refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
-        called = f"stage_{stage}_update" + f"_{level}" * (level > 0) + "_own" * apart
-        avals = shapes_of(shapes[name] for name in names_in)
-        made = Program(comparable, *refs, avals, name=called, lean=sum(map(count_bytes, avals)) > _LARGE)
-        program = self.update.programs.setdefault((part, self.donate, *refs), made)  # the first one stays, for it is compiled
+        names_out = [self._new(stage, k) for k in mine]
+        self.held.update(((stage, var), (name, None)) for var, name in zip(returned, fresh, strict=False))
+        refs = tuple(n.ref for n in names_in), tuple(n.ref for n in (*names_out, *fresh))
         label = f"update stage {stage}" + f", part {level + 1}" * (level > 0) + ", of each replica" * apart
-        self.builder.compute(label, program, stage, names_in, names_out, tuple(range(len(donated))))
-        for (peer, dtype), group, name in zip(packs, packs.values(), names_out[len(results) + len(returned) :], strict=True):
+        program = self.update.programs.get((part, self.donate, *refs))  # the first one stays, for it is compiled
+        if program is None:
+            number = {name: k for k, name in enumerate(names_in)}
+            order = {var: len(results) + k for k, var in enumerate(piece.outputs)}
+            reads = tuple((number[name], at) for name, at in held)
+            chosen = (*range(len(results)), *(order[var] for var in returned))
+            groups = tuple(tuple(order[var] for var in group) for group in packs.values())
+            run = closed_function(graph, piece, inputs, [*results, *piece.outputs])
+            shapes = {self.replaced[k]: self.old[k] for k in mine if k < len(self.old)}
+            shapes |= {name: self.vectors.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
+            avals = shapes_of(shapes[name] for name in names_in)
+            called = f"stage_{stage}_update" + f"_{level}" * (level > 0) + "_own" * apart
+            lean = sum(map(count_bytes, avals)) > _LARGE
+            program = Program(_packing(run, reads, chosen, groups), *refs, avals, name=called, lean=lean)
+            self.update.programs[part, self.donate, *refs] = program
+        self.builder.compute(label, program, stage, names_in, [*names_out, *fresh], tuple(range(len(donated))))
+        for (peer, dtype), group, name in zip(packs, packs.values(), fresh[len(returned) :], strict=True):
             self._deliver(peer, group, name, jax.ShapeDtypeStruct((len(group),), dtype))
-        return names_out[: len(results)]
+        return names_out
 
     def _readers(self, var: Var) -> set[int]:
         return {part.stage for part in self.readers.get(var, ())}

@@ -78,6 +78,11 @@ class Leaves(NamedTuple, Generic[_T]):
         return [*self.own_params, *self.own_opt]
 
     @property
+    def variables(self) -> "Leaves[_T]":
+        """What the loss is given: the parameters and the model state."""
+        return Leaves(self.params, self.own_params, model_state=self.model_state)
+
+    @property
     def shared(self) -> "Leaves[_T]":
         """Without what each replica has of its own."""
         return self._replace(own_params=(), own_opt=())
@@ -101,6 +106,7 @@ class Leaves(NamedTuple, Generic[_T]):
         return self._replace(own_params=values[:count], own_opt=values[count:])
 
 
+COPIES = ("previous",)  # the groups whose leaves are of a parameter each, and copies of it in a first state
 ZEROED = 1 << 25  # bytes of a stage's sums up to which they are zeroed when a step begins
 
 

@@ -25,13 +25,11 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import check_counts, is_count
 from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, PIPE, RankAxes, axis_names
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.program import Program, Ref, Role
+from jaxpp.stages.program import HELD_LIKE, Program, Ref, Role
 from jaxpp.targets import compiles_only, device_name, stand_ins
 from jaxpp.types import Aval, Device, Home, Leaf
 
 _FREE = frozenset({Role.RESIDUAL, Role.STATIC})  # only their own stage reads them; the compiler shards them as it likes
-
-_LIKE = {Role.PREVIOUS: Role.PARAM, Role.ADDEND: Role.PARAM, Role.GRAD: Role.PARAM}  # what is held as the leaf of another role is
 
 
 class Place(abc.ABC):
@@ -229,7 +227,7 @@ class Submesh(Place):
 
     def leaf(self, ref: Ref) -> StateLeaf | None:
         """By its role and number: a gradient is held like its parameter."""
-        return self.leaves.get((_LIKE.get(ref.role, ref.role), ref.index))
+        return self.leaves.get((HELD_LIKE.get(ref.role, ref.role), ref.index))
 
     def holding(self, leaves: Mapping[tuple[Role, int], StateLeaf]) -> "Submesh":
         """With these leaves."""

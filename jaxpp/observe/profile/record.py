@@ -344,7 +344,7 @@ class Forwards(Work):
     """The forwards of a batch, or of several like it that follow one another as in a stream, with keys folded from the first."""
 
     def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, num_batches: int):
-        self.engine, self.batch, self.leaves = engine, batch, leaves._replace(opt=(), own_opt=(), loss_scale=(), previous=())
+        self.engine, self.batch, self.leaves = engine, batch, leaves.variables
         self.keys: list[Key | None] = [key] * num_batches
         if num_batches > 1 and key is not None:
             self.keys = [jax.random.fold_in(key, k) for k in range(num_batches)]
