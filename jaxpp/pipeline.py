@@ -532,7 +532,7 @@ class Pipeline(Forward):
                     elif not isinstance(error, Exception) and not hold.begun:
                         error.add_note("jaxpp: the step changed nothing: go on with state = pipe.state")
                     raise
-                new_leaves = outcome.state if donate else setup.engine.apart(outcome.state)
+                new_leaves = outcome.state if donate else setup.engine.distinct(outcome.state)
                 self._newest.state = new = setup.states.wrap(new_leaves, num_steps + 1)
             setup.detector.add(outcome.squares)
         squares = dict(zip(setup.engine.watched, outcome.squares, strict=True))

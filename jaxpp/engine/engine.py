@@ -85,8 +85,12 @@ class Engine:
         """The same cuts in another order, programs shared where a stage keeps its device; ``offload`` is as here if None."""
         offload = self.options.offload if offload is None else offload
         options = dataclasses.replace(self.options, schedule=schedule, offload=offload, made_to_measure=False)
-        placed = dataclasses.replace(self.placed, base=options.placement)
-        preparer = self.preparer.for_schedule(options, placed.placement)
+        return self._with(options, base=options.placement)
+
+    def _with(self, options: Options, **changed: Tree) -> "Engine":
+        """The same stages under other options, where something of ``placed`` is another."""
+        placed = dataclasses.replace(self.placed, **changed)
+        preparer = self.preparer.for_options(options, placed.placement)
         return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
 
     def at(self, batch: Batch) -> "Engine":
@@ -105,31 +109,22 @@ class Engine:
 
     def with_remat(self, remat: tuple[RematPolicy, ...] | None, offload: tuple[int | None, ...]) -> "Engine":
         """The same cuts and the same schedule, with stages that keep something else."""
-        options = dataclasses.replace(self.options, remat=remat, offload=offload)
-        preparer = (
-            self.preparer.for_schedule(options, self.placement) if remat == self.options.remat else self.preparer.for_remat(options)
-        )
-        return Engine(options, self.optimizer, self.placed, preparer, self.programs, self.opened_at)
+        return self._with(dataclasses.replace(self.options, remat=remat, offload=offload))
 
     def with_host(self, host: str | None) -> "Engine":
         """The same cuts and the same schedule, with other parts of the state in host memory."""
         if host == self.options.host:
             return self
         options = self.options.with_host(host)
-        placed = dataclasses.replace(self.placed, waiting=options.waiting)
-        preparer = self.preparer.for_schedule(options, placed.placement)
-        return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
+        return self._with(options, waiting=options.waiting)
 
     @cached_property
     def replicas(self) -> tuple["Engine", ...]:
         """An engine for each replica, which holds the same parameters and knows of no others; itself if there is one."""
-        return (self,) if self.placement.num_replicas == 1 else tuple(map(self._replica, range(self.placement.num_replicas)))
-
-    def _replica(self, number: int) -> "Engine":
-        options = self.options.alone(number)
-        placed = dataclasses.replace(self.placed, base=options.placement)
-        preparer = self.preparer.for_replica(options, placed.placement)
-        return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
+        if self.placement.num_replicas == 1:
+            return (self,)
+        each = map(self.options.alone, range(self.placement.num_replicas))
+        return tuple(self._with(options, base=options.placement) for options in each)
 
     def at_replica(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The parameters of a state that is held by all replicas, as this engine of one of them holds them."""
@@ -222,7 +217,7 @@ class Engine:
             params[leaf] = value
         return leaves._replace(params=params)
 
-    def apart(self, leaves: Leaves[Array]) -> Leaves[Array]:
+    def distinct(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The leaves of a state after a step, with copies of those that are the arrays of the state before it."""
         table = zip(leaves.flat(), self.placed.leaves.flat(), self.placed.homes.flat(), strict=True)
         return leaves.fill([value if leaf.changes else put(value, home) for value, leaf, home in table])
@@ -334,8 +329,8 @@ class Engine:
         """
         kept = self._shapes.find(shape) or _AtShape()
         change(kept)
-        full, apart = self._shapes.put(shape, kept), any(step.apart for step, _ in kept.steps.values())
-        if full and not apart:
+        full, one_by_one = self._shapes.put(shape, kept), any(step.one_by_one for step, _ in kept.steps.values())
+        if full and not one_by_one:
             shapes = [at for engine in (self, *self._by_count.values()) for at in engine._shapes.values()]
             self.preparer.forget({id(cut) for at in shapes for step, _ in at.steps.values() for cut in step.cuts})
         return kept
@@ -416,15 +411,8 @@ class Engine:
             grads = dict.fromkeys([*leaves, *(vector for vector, _ in packed.values())])
             add_wait(builder, "the loss", [found.loss, *found.aux, *grads, *states])
         calls = calls_host(update.graph.eqns)
-        made = add_update(
-            builder,
-            update,
-            found.loss,
-            states,
-            packed,
-            self.placement.num_replicas,
-            donate=donate and not calls,
-        )
+        replicas = self.placement.num_replicas
+        made = add_update(builder, update, found.loss, states, packed, replicas, donate=donate and not calls)
         if calls:
             add_wait(builder, "the optimizer", flat(made))
         finite = made.finite[0] if made.finite else None

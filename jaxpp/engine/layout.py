@@ -1,6 +1,7 @@
 """What the first batch decides, and later ones keep: where the loss is cut, which stage owns each leaf, and how it is held."""
 
 import bisect
+import copy
 import functools
 import itertools
 import math
@@ -299,27 +300,14 @@ class _Layouts:
         divides = sizes.get(DATA, 1) > 1 and (bool(shard) or any(asked))
         untrained = () if self.optimizer is None else self.optimizer.untrained
         frozen, kept = (set(slicing.leaves(which)) for which in (self.frozen, untrained))
-        found = []
+        found = list[StateLeaf]()
         for k, (spec, aval) in enumerate(pairs):
-            works = part = over_model(spec)
-            if divides:
-                part = over_both(spec, aval.shape, sizes, divide=bool(shard) and k < shared)
-            divided = part != over_model(part)
-            found.append(
-                StateLeaf(
-                    Role.PARAM,
-                    k,
-                    aval,
-                    -1,
-                    works,
-                    part,
-                    divided=divided and (asked[k] or "parameters" in shard),
-                    scattered=divided and "gradients" in shard,
-                    frozen=k in frozen,
-                    own=k >= shared,
-                    changes=k not in kept,
-                )
-            )
+            works = over_model(spec)
+            part = over_both(spec, aval.shape, sizes, divide=bool(shard) and k < shared) if divides else works
+            split = part != over_model(part)
+            divided, scattered = split and (asked[k] or "parameters" in shard), split and "gradients" in shard
+            flags = {"frozen": k in frozen, "own": k >= shared, "changes": k not in kept}
+            found.append(StateLeaf(Role.PARAM, k, aval, -1, works, part, divided, scattered, **flags))
         return found
 
     def _warnings(
@@ -587,14 +575,11 @@ def place_leaves(options: Options, layout: Layout, first: CutLoss) -> Placed:
 def with_previous(lines: Sequence[Line], stale: Collection[int]) -> list[Line]:
     """Lines that read these parameters as they were before the last step."""
 
-    def of(names: Sequence[Name]) -> tuple[Name, ...]:
-        return tuple(_as_previous(name) if name.ref.role == Role.PARAM and name.ref.index in stale else name for name in names)
+    def of(name: Name) -> Name:
+        is_stale = name.ref.role == Role.PARAM and name.ref.index in stale
+        return name._replace(ref=replace(name.ref, role=Role.PREVIOUS)) if is_stale else name
 
-    return [replace(line, inputs=of(line.inputs), outputs=of(line.outputs)) for line in lines]
-
-
-def _as_previous(name: Name) -> Name:
-    return name._replace(ref=replace(name.ref, role=Role.PREVIOUS))
+    return [replace(line, inputs=tuple(map(of, line.inputs)), outputs=tuple(map(of, line.outputs))) for line in lines]
 
 
 class Preparer:
@@ -611,23 +596,19 @@ class Preparer:
         self._known_programs: WeakValueDictionary[Hashable, Program] = WeakValueDictionary()
         self._known_constants: WeakValueDictionary[int, Constant] = WeakValueDictionary()
 
-    def for_schedule(self, options: Options, placement: Placement) -> "Preparer":
-        """The same cuts and groups, for another schedule of the same stages."""
-        other = object.__new__(Preparer)
-        other.__dict__.update(
-            self.__dict__, options=options, placement=placement, tracing=Tracing(options, self.layout.frozen, self.layout.follows)
-        )
-        return other
+    def for_options(self, options: Options, placement: Placement) -> "Preparer":
+        """The same owners, groups and cuts, with stages that keep what these options say.
 
-    def for_replica(self, options: Options, placement: Placement) -> "Preparer":
-        """The same owners, for one replica, whose devices have no others beside them: nothing is cut yet."""
-        other = self.for_schedule(options, placement)
-        other._cuts, other._known_programs = LRU[CutLoss](4 * options.max_shapes), WeakValueDictionary()
-        return other
-
-    def for_remat(self, options: Options) -> "Preparer":
-        """The same cuts, with stages that keep what other options say."""
-        other = self.for_schedule(options, self.placement)
+        For one of several replicas, whose devices have no others beside them, nothing is cut yet.
+        """
+        other = copy.copy(self)
+        other.options, other.placement = options, placement
+        other.tracing = Tracing(options, self.layout.frozen, self.layout.follows)
+        if placement.num_replicas != self.placement.num_replicas:
+            other._cuts, other._known_programs = LRU[CutLoss](4 * options.max_shapes), WeakValueDictionary()
+            return other
+        if options.remat == self.options.remat:
+            return other
         other._cuts = LRU[CutLoss](4 * options.max_shapes)
         known = {"packs": self.layout.packs, "state_owner": self.layout.state_owner}
         for name, cut in self._cuts.items():
@@ -715,11 +696,11 @@ class Preparer:
             batch=tuple(leaves),
             given=tuple(given),
             shared=shared,
-            apart=one_by_one,
+            one_by_one=one_by_one,
             key=None if key is None else jax.eval_shape(raw_key, key),
             implementation=key_implementation(key),
             summed=options.reduction == "sum",
-            known=self._known_programs,
+            programs=self._known_programs,
             constants=self._known_constants,
             weights=weights,
             visits=Role.GRAD in options.waiting,

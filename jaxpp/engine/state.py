@@ -54,8 +54,8 @@ class _OfStep:
 
     def kept(self, name: str) -> Tree:
         """A field as it is kept; the rest of the step that makes it is handed over if that is left to do."""
-        if self.unfinished is not None:
-            for each, value in self.unfinished.values().items():
+        if (rest := self.unfinished) is not None:  # another thread may hand it over at the same time
+            for each, value in rest.values().items():
                 object.__setattr__(self, f"_{each}", value)
             object.__setattr__(self, "unfinished", None)  # the rest of the step is held no longer
         return getattr(self, f"_{name}" if hasattr(self, f"_{name}") else name)
@@ -434,9 +434,7 @@ class States:
 
     def check(self, state: State) -> None:
         """Refuse a state, or the shapes of one, that is not of this pipeline's parameters and optimizer."""
-        shapes = _of_parts(joined(state.held, whole_shape))
-        pairs = zip(_PARTS, shapes.held, self._abstract.held, strict=True)
-        if wrong := [line for name, found, wanted in pairs for line in _differences(found, wanted, f"state.{name}")]:
+        if wrong := _other_parts(_of_parts(joined(state.held, whole_shape)), self._abstract):
             rule = "pipelines of one state have the same parameters, optimizer and model state"
             raise StateError("state", rule, wrong, "pass the state of the first pipeline")
 
@@ -595,8 +593,7 @@ def _check_state(state: object, expected: State) -> None:
         fix = f"{again}; a checkpoint comes back as one if it is restored to the shapes of one, {_RESTORE}"
         raise StateError(where, "a state is a jaxpp.State", type(state).__name__, fix)
     shapes = _of_parts(joined(state.held, whole_shape))
-    parts = list(zip(_PARTS, shapes.held, expected.held, strict=True))
-    if odd := [found for name, part, wanted in parts for found in _differences(part, wanted, f"state.{name}")]:
+    if odd := _other_parts(shapes, expected):
         rule = "a state has the trees of parameters, optimizer and model state that this pipeline was initialised with"
         raise StateError(where, rule, odd, f"{again}, or restore a checkpoint to its shapes: {_RESTORE}")
     leaves = jax.tree_util.tree_leaves_with_path(shapes.replace(step=None))
@@ -621,6 +618,12 @@ def _check_state(state: object, expected: State) -> None:
     if wrong := _unequal("state", avals_of(shapes.replace(step=None)), expected.held):
         fix = f"{again}; a checkpoint of this model has these shapes, and another model needs a pipeline of its own"
         raise StateError(where, "a state's leaves keep their shapes and types", wrong, fix)
+
+
+def _other_parts(found: State, wanted: State) -> list[str]:
+    """Where the trees of two states of shapes differ."""
+    parts = zip(_PARTS, found.held, wanted.held, strict=True)
+    return [line for name, part, other in parts for line in _differences(part, other, f"state.{name}")]
 
 
 def _unequal(name: str, found: Tree, wanted: Tree) -> list[str]:

@@ -171,6 +171,11 @@ class TracedOptimizer:
         return tuple(found.get(var, home.get(var)) for var in opt)
 
     @cached_property
+    def belonging(self) -> list[frozenset[int]]:
+        """The parameters to which each leaf of the whole state belongs; where it is one that has a home, that is this one."""
+        return _belonging(self._traced.graph, len(self._leaves), self._opt_paths)
+
+    @cached_property
     def kept(self) -> frozenset[int]:
         """The leaves of the whole state that a step leaves as they are.
 
@@ -179,15 +184,13 @@ class TracedOptimizer:
         """
         if not self.untrained:
             return frozenset()
-        names = self.paths
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._traced.tree.unflatten(self._traced.shapes))]
-        kept, clash = set[int](), list[str]()
-        for k, linked in enumerate(_belonging(self._traced.graph, len(names), paths)):
+        kept, clash, names = set[int](), list[str](), self.paths
+        for k, (path, linked) in enumerate(zip(self._opt_paths, self.belonging, strict=True)):
             if linked and linked <= self.untrained:
                 kept.add(k)
             elif linked & self.untrained:
                 pair = names[min(linked - self.untrained)], names[min(linked & self.untrained)]
-                where = f"state.opt_state{jax.tree_util.keystr(paths[k])}"
+                where = f"state.opt_state{jax.tree_util.keystr(path)}"
                 clash.append(f"{where} belongs to {pair[0]}, which is trained, and to {pair[1]}, which is not")
         if clash:
             rule = "a step that trains some parameters leaves what the optimizer holds for the others as it is"
@@ -195,6 +198,10 @@ class TracedOptimizer:
             fix = "give the parameters of each step an optimizer: optax.multi_transform({name: optax.adam(...), ...}, labels)"
             raise OptimizerError("trains", rule, got, fix)
         return frozenset(kept)
+
+    @property
+    def _opt_paths(self) -> list[KeyPath]:
+        return [path for path, _ in jax.tree_util.tree_leaves_with_path(self._traced.tree.unflatten(self._traced.shapes))]
 
     @cached_property
     def paths(self) -> list[str]:
@@ -419,29 +426,21 @@ def _num_shared(path: KeyPath, other: KeyPath) -> int:
     return next((k for k, (a, b) in enumerate(zip(path, other, strict=False)) if a != b), min(len(path), len(other)))
 
 
-def untrained_leaves(params: Params, patterns: Sequence[str] | None) -> frozenset[int]:
+def untrained_leaves(params: Params, patterns: Sequence[str] | None, *, strict: bool = True) -> frozenset[int]:
     """The numbers of the parameter leaves that none of the paths, or patterns of paths, names; none if there are no patterns.
 
     Raises:
-        ArgumentError: a pattern names no parameter.
+        ArgumentError: ``strict``, and a pattern names no parameter.
     """
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    if missed := [f"{pattern!r} matches none" for pattern in patterns or () if not _named(paths, pattern)]:
+    named = {
+        pattern: {k for k, path in enumerate(paths) for each in (pattern, f"{pattern}/*") if fnmatch.fnmatchcase(path, each)}
+        for pattern in patterns or ()
+    }
+    if strict and (missed := [f"{pattern!r} matches none" for pattern, found in named.items() if not found]):
         rule, fix = "a pattern names parameters or modules by their path", "use paths like those below, with * for any part"
         raise ArgumentError("trains", rule, missed, fix, "\n".join(paths[:12] + ["..."] * (len(paths) > 12)))
-    return _untrained(params, patterns)
-
-
-def _untrained(params: Params, patterns: Sequence[str] | None) -> frozenset[int]:
-    if patterns is None:
-        return frozenset()
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    return frozenset(range(len(paths))).difference(*(_named(paths, pattern) for pattern in patterns))
-
-
-def _named(paths: Sequence[str], pattern: str) -> set[int]:
-    both = pattern, f"{pattern}/*"
-    return {leaf for leaf, path in enumerate(paths) if any(fnmatch.fnmatchcase(path, each) for each in both)}
+    return frozenset() if patterns is None else frozenset(range(len(paths))).difference(*named.values())
 
 
 def part_of(optimizer: optax.GradientTransformation, trains: Sequence[str] | None) -> optax.GradientTransformation:
@@ -451,7 +450,7 @@ def part_of(optimizer: optax.GradientTransformation, trains: Sequence[str] | Non
     whole = optax.with_extra_args_support(optimizer)
 
     def update(updates: Grads, state: Tree, params: Params | None = None, **extra: Tree) -> tuple[Tree, Tree]:
-        untrained = _untrained(params, trains)  # of those that the optimizer sees, which may be none of a pattern's
+        untrained = untrained_leaves(params, trains, strict=False)  # the optimizer may see none of a pattern's
         kept = TracedOptimizer(optimizer, params, untrained).kept
 
         def zeroed(tree: Tree) -> Tree:

@@ -144,8 +144,8 @@ def plan_update(
     leaves = leaves if scaling is not None else leaves._replace(model_state=())
     previous = [replace(leaf, role=Role.PREVIOUS, changes=False) for leaf in params if late and leaf.changes]
     leaves = leaves._replace(previous=previous)  # whose new values are arrays that were parameters
-    unheard = {leaf.index for leaf in params if leaf.frozen or leaf.own}
-    watched = sorted({leaf.stage for leaf in params if leaf.index not in unheard})
+    uncounted = {leaf.index for leaf in params if leaf.frozen or leaf.own}
+    watched = sorted({leaf.stage for leaf in params if leaf.index not in uncounted})
 
     def update(inputs: UpdateInputs[Array]) -> list[Array]:
         grads = [jnp.zeros_like(grad) if leaf.frozen else grad for leaf, grad in zip(params, inputs.grads, strict=True)]
@@ -158,7 +158,7 @@ def plan_update(
             before = *inputs.params, *inputs.opt, *inputs.old_state
             results = [jnp.where(all_finite, new, old) for new, old in zip(after, before, strict=True)]
             scale, finite = scaling.adjust(inputs.scale, all_finite), [all_finite]
-        free = [(leaf.stage, _wide(grad)) for leaf, grad in zip(params, grads, strict=True) if leaf.index not in unheard]
+        free = [(leaf.stage, _wide(grad)) for leaf, grad in zip(params, grads, strict=True) if leaf.index not in uncounted]
         squares = [optax.tree.norm([grad for own, grad in free if own == stage], squared=True) for stage in watched]
         norm = optax.tree.norm([grad for _, grad in free])
         new = (*results, *scale, *finite, norm, *squares)
@@ -198,7 +198,7 @@ def add_update(
     New parameters take over the buffers of the old ones; those of which the state has the values before the last step too, the
     buffers of these. Where replicas divide what they do not have of their own, programs of its own update what they have.
     """
-    return _Writer(builder, update, loss, states, packed, num_replicas, donate=donate).run()
+    return _Writer(builder, update, loss, states, packed, num_replicas, donate).run()
 
 
 class _Part(NamedTuple):
@@ -225,23 +225,22 @@ def _packing(
     return ComparableFunction(function, run.does and (run.does, reads, chosen, groups))  # all that the function reads
 
 
+@dataclass(eq=False)
 class _Writer:
-    def __init__(
-        self,
-        builder: Builder,
-        update: Update,
-        loss: Name,
-        states: Sequence[Name],
-        packed: _Packed,
-        num_replicas: int,
-        *,
-        donate: bool,
-    ):
-        self.builder, self.update, self.donate = builder, update, donate
+    builder: Builder
+    update: Update
+    loss: Name
+    states: Sequence[Name]
+    packed: _Packed
+    num_replicas: int
+    donate: bool
+
+    def __post_init__(self):
+        update, num_replicas = self.update, self.num_replicas
         graph, leaves = update.graph, update.leaves
-        names = _read_by(leaves, lambda leaf: leaf.name(num_replicas), loss)
+        names = _read_by(leaves, lambda leaf: leaf.name(num_replicas), self.loss)
         grads = tuple(total_name(leaf.stage, Role.GRAD, leaf.index) for leaf in leaves.all_params)
-        names = names._replace(grads=grads, new_state=tuple(states) if names.old_state else ())
+        names = names._replace(grads=grads, new_state=tuple(self.states) if names.old_state else ())
         inputs = UpdateInputs(*refilled(names, graph.inputs))
         self.source: dict[Var, Name] = dict(zip(graph.inputs, flat(names), strict=True))
         self.old: list[Var] = [*inputs.params, *inputs.opt]  # the results begin with the new versions of these
@@ -250,9 +249,9 @@ class _Writer:
         self.stages = flat(update.result_stages)
         own = flat(_read_by(leaves, lambda leaf: leaf.own and num_replicas > 1, of_loss=False))
         self.own = descendants(graph, [var for var, mine in zip(graph.inputs, own, strict=True) if mine])
-        self.apart = apart = any(leaf.part != leaf.spec for leaf in leaves.all_params)
+        self.divides = divides = any(leaf.part != leaf.spec for leaf in leaves.all_params)
         self.parts = [
-            part._replace(own=apart and not self.own.isdisjoint(eqn.outvars)) if part else None
+            part._replace(own=divides and not self.own.isdisjoint(eqn.outvars)) if part else None
             for part, eqn in zip(update.parts, graph.eqns, strict=True)
         ]
         self.result_parts = self._result_parts()
@@ -273,7 +272,7 @@ class _Writer:
         }
         self.arrived: dict[tuple[int, Name], Name] = {}
         self.vectors: dict[Name, jax.ShapeDtypeStruct] = {}
-        for leaf, (vector, pack) in packed.items():
+        for leaf, (vector, pack) in self.packed.items():
             at = pack.members.index(Ref(Role.GRAD, leaf))
             self.vectors[vector] = pack.aval
             self.held[vector.stage, inputs.grads[leaf]] = vector, _Part(*pack.bounds[at], pack.avals[at].shape)
@@ -283,7 +282,7 @@ class _Writer:
         graph, producers = self.update.graph, self.update.graph.producers()
         eqns = [producers.get(atom) if isinstance(atom, Var) else None for atom in graph.outputs]
         made = [None if eqn is None else self.parts[eqn] for eqn in eqns]
-        own = [self.apart and atom in self.own for atom in graph.outputs]
+        own = [self.divides and atom in self.own for atom in graph.outputs]
         given = [UpdatePart(0, stage, each) for stage, each in zip(self.stages, own, strict=True)]
         return [at if part is None else part for part, at in zip(made, given, strict=True)]
 

@@ -184,7 +184,7 @@ def _returning(program: Program, chosen: Sequence[int]) -> Program:
 
 def _batch(builder: Builder, step: Step, stage: int) -> list[_Part]:
     leaves = [k for k in step.read(stage, Role.BATCH) if k not in step.shared]
-    if step.apart:
+    if step.one_by_one:
         return []
     names, count = [Name(stage, Ref(Role.BATCH, k)) for k in leaves], len(step.sizes)
     if count == 1:

@@ -133,13 +133,13 @@ class Step:
     batch: tuple[Aval, ...]  # shape of each leaf of a replica's part of the batch
     given: tuple[Name, ...]  # what each of them is called, before it is sent to the stages
     shared: frozenset[int]  # the leaves that every microbatch of a whole batch gets as they are, and every replica
-    apart: bool  # whether the microbatches are given one by one
+    one_by_one: bool  # whether the microbatches are given one by one
     key: Aval | None  # shape of the raw key, or None
     implementation: str | None  # of the key, if it was typed
     weights: Weights | None  # of the microbatches, computed from batch leaves; None when sizes decide
     summed: bool  # whether the loss of the step is the sum over microbatches, not their mean
     visits: bool  # whether parameters and gradients are on devices only while a stage works
-    known: MutableMapping[Hashable, Program]  # those that are the same for batches of all sizes, by what they do
+    programs: MutableMapping[Hashable, Program]  # those that are the same for batches of all sizes, by what they do
     constants: MutableMapping[int, Constant]  # what the loss closed over, at any size, by ``id``
 
     @cached_property
@@ -184,9 +184,9 @@ class Step:
 
     def once(self, key: Hashable, make: Callable[[], Program]) -> Program:
         """A program that does not depend on the size of the batch: made at the first one, so that it is compiled once."""
-        program = self.known.get(key)
+        program = self.programs.get(key)
         if program is None:
-            program = self.known[key] = make()
+            program = self.programs[key] = make()
         return program
 
     def constant(self, value: Array) -> Constant:
@@ -216,7 +216,7 @@ class Step:
         """What a program of a stage calls ``ref``, for a microbatch of a variant, which is that of the microbatch unless given."""
         if ref.role in (Role.STATIC, Role.CONSTANT):
             return self._lasting[stage, self.variants[microbatch] if variant is None else variant, ref]
-        own = ref.role in PER_MICROBATCH and (not ref.shared or (self.apart and ref.role == Role.BATCH))
+        own = ref.role in PER_MICROBATCH and (not ref.shared or (self.one_by_one and ref.role == Role.BATCH))
         return Name(stage, ref, microbatch if own else -1)
 
     @cached_property

@@ -177,6 +177,9 @@ def test_every_optimizer_of_optax_is_placed_or_refused_by_name():
         optimizer = optimizer(1e-2) if name == "inject_hyperparams" else optimizer
         try:
             planned(optimizer, params, (0, 1, 2) * 2)
+            traced = TracedOptimizer(optimizer, params)
+            for home, belongs in zip(traced.homes, traced.belonging, strict=True):  # the two answers to whose a leaf is
+                assert home is None or len(belongs) != 1 or belongs == {home}, name
             placed.add(name)
         except OptimizerError:
             refused.add(name)
