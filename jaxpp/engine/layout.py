@@ -25,10 +25,9 @@ from jaxpp.errors import ArgumentError, BatchError, warn
 from jaxpp.optim.owners import TracedOptimizer, untrained_leaves
 from jaxpp.optim.update import Update, plan_update
 from jaxpp.options import Options
-from jaxpp.plan.builder import CALLER, Constant, Line, Name
+from jaxpp.plan.builder import CALLER, Constant, Name, waiting
 from jaxpp.plan.microbatch_weights import given_weights, weigh
 from jaxpp.plan.step import WHOLE, Leaves, StateLeaf, Step, given_names
-from jaxpp.plan.visits import waiting
 from jaxpp.runtime.compile import Programs, trace_context
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
 from jaxpp.runtime.place import Placement, undivided_warnings
@@ -570,16 +569,6 @@ def place_leaves(options: Options, layout: Layout, first: CutLoss) -> Placed:
     update = plan_update(optimizer, leaves, paths, loss, loss_stage, scaling, late=bool(options.delay))
     leaves = update.leaves._replace(model_state=leaves.model_state)
     return Placed(layout, leaves, options.placement, update, options.waiting, trace_context())
-
-
-def with_previous(lines: Sequence[Line], stale: Collection[int]) -> list[Line]:
-    """Lines that read these parameters as they were before the last step."""
-
-    def of(name: Name) -> Name:
-        is_stale = name.ref.role == Role.PARAM and name.ref.index in stale
-        return name._replace(ref=replace(name.ref, role=Role.PREVIOUS)) if is_stale else name
-
-    return [replace(line, inputs=tuple(map(of, line.inputs)), outputs=tuple(map(of, line.outputs))) for line in lines]
 
 
 class Preparer:

@@ -7,7 +7,7 @@ A condition over all leaves becomes one choice a leaf.
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -191,14 +191,14 @@ _LARGE = 1 << 27  # bytes of arguments above which an update holds little at onc
 
 
 def add_update(
-    builder: Builder, update: Update, loss: Name, states: Sequence[Name], packed: _Packed, num_replicas: int, *, donate: bool
+    builder: Builder, update: Update, loss: Name, states: Sequence[Name], packed: _Packed, num_replicas: int
 ) -> UpdateResults[Name]:
     """Add the update to a step that has its gradients; ``states`` are what the new model state is called.
 
-    New parameters take over the buffers of the old ones; those of which the state has the values before the last step too, the
+    New parameters may take over the buffers of the old ones; those of which the state has the values before the last step too, the
     buffers of these. Where replicas divide what they do not have of their own, programs of its own update what they have.
     """
-    return _Writer(builder, update, loss, states, packed, num_replicas, donate).run()
+    return _Writer(builder, update, loss, states, packed, num_replicas).run()
 
 
 class _Part(NamedTuple):
@@ -233,7 +233,6 @@ class _Writer:
     states: Sequence[Name]
     packed: _Packed
     num_replicas: int
-    donate: bool
 
     def __post_init__(self):
         update, num_replicas = self.update, self.num_replicas
@@ -244,8 +243,7 @@ class _Writer:
         inputs = UpdateInputs(*refilled(names, graph.inputs))
         self.source: dict[Var, Name] = dict(zip(graph.inputs, flat(names), strict=True))
         self.old: list[Var] = [*inputs.params, *inputs.opt]  # the results begin with the new versions of these
-        previous = {leaf.index: leaf.name(num_replicas) for leaf in leaves.previous}
-        self.replaced: list[Name] = [previous.get(k, self.source[var]) for k, var in enumerate(self.old)]
+        self.before_last = {leaf.index: leaf.name(num_replicas) for leaf in leaves.previous}
         self.stages = flat(update.result_stages)
         own = flat(_read_by(leaves, lambda leaf: leaf.own and num_replicas > 1, of_loss=False))
         self.own = descendants(graph, [var for var, mine in zip(graph.inputs, own, strict=True) if mine])
@@ -321,15 +319,17 @@ class _Writer:
         """Write the line of a part, which makes these of the results, and the sends of its scalars; what the results are called."""
         (level, stage, apart), graph, piece = part, self.update.graph, self.pieces.get(part, Piece())
         inputs, results = [var for var in piece.inputs if var not in graph.constants], [graph.outputs[k] for k in mine]
-        held, donated, packs = [self._hold(stage, var) for var in inputs], self._donated(part, mine), self._packs(part)
-        names_in = list(dict.fromkeys([*donated, *(name for name, _ in held)]))
+        held, packs = [self._hold(stage, var) for var in inputs], self._packs(part)
+        shapes = {name: self.vectors.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
+        replaced = dict(self._replaced(stage, mine, shapes))
+        names_in = list(dict.fromkeys([*replaced, *shapes]))  # any other order of these than the results' would cost copies
         returned = [var for var in piece.outputs if aval_of(var).shape or stage in self._readers(var)]
         fresh = [self._fresh(stage, *atoms) for atoms in (*((var,) for var in returned), *packs.values())]
         names_out = [self._new(stage, k) for k in mine]
         self.held.update(((stage, var), (name, None)) for var, name in zip(returned, fresh, strict=False))
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in (*names_out, *fresh))
         label = f"update stage {stage}" + f", part {level + 1}" * (level > 0) + ", of each replica" * apart
-        program = self.update.programs.get((part, self.donate, *refs))  # the first one stays, for it is compiled
+        program = self.update.programs.get((part, *refs))  # the first one stays, for it is compiled
         if program is None:
             number = {name: k for k, name in enumerate(names_in)}
             order = {var: len(results) + k for k, var in enumerate(piece.outputs)}
@@ -337,14 +337,12 @@ class _Writer:
             chosen = (*range(len(results)), *(order[var] for var in returned))
             groups = tuple(tuple(order[var] for var in group) for group in packs.values())
             run = closed_function(graph, piece, inputs, [*results, *piece.outputs])
-            shapes = {self.replaced[k]: self.old[k] for k in mine if k < len(self.old)}
-            shapes |= {name: self.vectors.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
-            avals = shapes_of(shapes[name] for name in names_in)
+            avals = shapes_of((shapes | replaced)[name] for name in names_in)
             called = f"stage_{stage}_update" + f"_{level}" * (level > 0) + "_own" * apart
             lean = sum(map(count_bytes, avals)) > _LARGE
             program = Program(_packing(run, reads, chosen, groups), *refs, avals, name=called, lean=lean)
-            self.update.programs[part, self.donate, *refs] = program
-        self.builder.compute(label, program, stage, names_in, [*names_out, *fresh], tuple(range(len(donated))))
+            self.update.programs[part, *refs] = program
+        self.builder.compute(label, program, stage, names_in, [*names_out, *fresh])
         for (peer, dtype), group, name in zip(packs, packs.values(), fresh[len(returned) :], strict=True):
             self._deliver(peer, group, name, jax.ShapeDtypeStruct((len(group),), dtype))
         return names_out
@@ -380,16 +378,13 @@ class _Writer:
             self.held[stage, var] = self.arrived[stage, source], part
         return self.held[stage, var]
 
-    def _donated(self, part: UpdatePart, mine: Sequence[int]) -> list[Name]:
-        """The old versions of this program's results that nobody reads later; any other order than the results' costs copies."""
-        donated = []
-        for k in [k for k in mine if self.donate and k < len(self.old)]:
-            var, name = self.old[k], self.replaced[k]
-            readers = [part] if name != self.source[var] else self.readers.get(var, ())
-            alone = all(reader.stage == part.stage for reader in readers) and name.stage == part.stage
-            if alone and readers and max(readers) == part:
-                donated.append(name)
-        return donated
+    def _replaced(self, stage: int, mine: Sequence[int], reads: Collection[Name]) -> Iterator[tuple[Name, Var]]:
+        """What the results of a program are the next versions of: what it reads, and the parameters before the last step."""
+        for k in [k for k in mine if k < len(self.old)]:
+            var = self.old[k]
+            name = self.before_last.get(k, self.source[var])
+            if name.stage == stage and (k in self.before_last or name in reads):
+                yield name, var
 
 
 def _wide(grad: Array) -> Array:

@@ -117,7 +117,7 @@ def _gather(builder: Builder, step: Step, stage: int, leaves: Sequence[int]) -> 
         reads, writes = (tuple(name.ref for name in names) for names in (parts, whole))
         avals = shapes_of(step.params[leaf] for leaf in leaves)
         make = functools.partial(Program, _same, reads, writes, avals, name=f"stage_{stage}_gather")
-        builder.compute(f"gather stage {stage}", step.once(("gather", reads), make), stage, parts, whole, ())
+        builder.compute(f"gather stage {stage}", step.once(("gather", reads), make), stage, parts, whole)
 
 
 def _same(*values: Array) -> list[Array]:
@@ -147,7 +147,7 @@ def _begin(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], la
         elif fresh := tuple(k for k, name in enumerate(outputs) if name not in made):
             program = step.once(("statics", code.statics, fresh), functools.partial(_returning, code.statics, fresh))
             names = [outputs[k] for k in fresh]
-            (lasting or builder).compute(f"parameters of stage {stage}", program, stage, inputs, names, ())
+            (lasting or builder).compute(f"parameters of stage {stage}", program, stage, inputs, names)
         made |= set(outputs)
     shapes = tuple(totals.values())
     zeros = _Part(functools.partial(_zeros, shapes), ("zeros", *shapes), [], [], [Name(stage, ref) for ref in totals])
@@ -168,7 +168,7 @@ def _begin(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], la
     refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
     does = None if any(part.does is None for part in parts) else tuple((part.does, len(part.inputs)) for part in parts)
     program = Program(ComparableFunction(begin, does), *refs, avals, name=f"begin_stage_{stage}")
-    builder.compute(f"begin stage {stage}", program, stage, names_in, names_out, ())
+    builder.compute(f"begin stage {stage}", program, stage, names_in, names_out)
 
 
 def _returning(program: Program, chosen: Sequence[int]) -> Program:
@@ -224,7 +224,7 @@ def _scales(builder: Builder, step: Step, stage: int) -> list[_Part]:
     source, here = Name(step.loss_stage, Ref(Role.SCALE)), Name(stage, Ref(Role.SCALE))
     if stage == step.loss_stage and step.weights is not None:
         names_in = [step.given[place]._replace(stage=stage) for place in step.weights.places]
-        builder.compute("weigh", step.weigh, stage, names_in, [source], ())
+        builder.compute("weigh", step.weigh, stage, names_in, [source])
     else:
         builder.send(f"send scales to stage {stage}", source, here)
 
@@ -364,7 +364,7 @@ class _ModelState:
             refs = [tuple(name.ref for name in each) for each in names]
             make = functools.partial(Program, run, *refs, avals, spans=True, name=f"stage_{stage}_{what}_model_state")
             program = step.once((what, refs[0], avals), make)
-            self._builder.compute(f"{what} model state of stage {stage}", program, stage, *names, ())
+            self._builder.compute(f"{what} model state of stage {stage}", program, stage, *names)
 
     def _bring(self, leaf: int, microbatch: int, stage: int, reader: str) -> None:
         source, target = self._find(leaf, microbatch), state_name(stage, leaf, microbatch)
@@ -415,9 +415,8 @@ class _Scattering:
             avals = shapes_of(self._avals[stage][ref] for ref in totals)
             make = functools.partial(Program, _same, made, totals, avals, name=f"stage_{stage}_scatter")
             scatter = self._onto(stage, self._step.once(("scatter", stage, made), make))
-            names = [[self._step.local_name(stage, ref, i) for ref in refs] for refs in (scatter.inputs, scatter.outputs)]
-            sums = tuple(range(len(made), len(scatter.inputs)))  # no result is as large as what is scattered
-            self._builder.compute(f"scatter gradients of {action}", scatter, stage, names[0], names[1], sums)
+            reads, writes = ([self._step.local_name(stage, ref, i) for ref in refs] for refs in (scatter.inputs, scatter.outputs))
+            self._builder.compute(f"scatter gradients of {action}", scatter, stage, reads, writes)
 
     def _apart(self, program: Program) -> Program:
         """The program with a name for its own gradients."""
@@ -477,7 +476,7 @@ def add_zero_gradients(builder: Builder, step: Step, wanted: Sequence[int]) -> N
             zeros = functools.partial(_zeros, [step.params[name.ref.index] for name in names])
             refs = tuple(n.ref for n in names)
             program = step.once(("zeros", refs), functools.partial(Program, zeros, (), refs, ()))
-            builder.compute(f"zeros stage {stage}", program, stage, [], names, ())
+            builder.compute(f"zeros stage {stage}", program, stage, [], names)
 
 
 def _zeros(avals: Collection[Aval]) -> list[Array]:
@@ -495,7 +494,7 @@ def _unpack(builder: Builder, step: Step, stage: int, packs: Sequence[Pack], *, 
     name, avals = f"stage_{stage}_unpack", tuple(pack.aval for pack in packs)
     program = step.once(("unpack", stage, packs), lambda: Program(unpack, vectors, members, avals, name=name))
     names_out = [Name(stage, replace(ref, shared=shared)) for ref in members]
-    builder.compute(f"unpack stage {stage}", program, stage, [Name(stage, ref) for ref in vectors], names_out, ())
+    builder.compute(f"unpack stage {stage}", program, stage, [Name(stage, ref) for ref in vectors], names_out)
 
 
 def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> None:
@@ -518,8 +517,7 @@ def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> No
     refs = tuple(n.ref for n in names), tuple(n.ref for n in totals)
     avals = shapes_of(step.params[name.ref.index] for name in names)
     program = step.once(("tie", refs), lambda: Program(tie, *refs, avals, name=f"stage_{home}_tie"))
-    donated = tuple(k for k, name in enumerate(names) if name in totals)
-    builder.compute(f"tie stage {home}", program, home, names, totals, donated)
+    builder.compute(f"tie stage {home}", program, home, names, totals)
 
 
 def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) -> None:
@@ -542,7 +540,7 @@ def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) 
     elif totals:
         avals, outputs = shapes_of(aval for _, aval in totals), tuple(name.ref for name in names[1])
         make = functools.partial(Program, _same, refs, outputs, avals, sums=True, name=f"stage_{stage}_total")
-        builder.compute(f"total stage {stage}", step.once(("total", refs, avals), make), stage, *names, ())
+        builder.compute(f"total stage {stage}", step.once(("total", refs, avals), make), stage, *names)
 
 
 def _reduce(builder: Builder, step: Step) -> None:
@@ -571,7 +569,7 @@ def _reduce(builder: Builder, step: Step) -> None:
             program = Program(reduced, refs, (output.ref,), shapes_of(avals), name=f"stage_{stage}_reduce_aux_{ref.index}")
             if step.num_replicas > 1:
                 program = _across(program, step.num_replicas, step.split)
-            builder.compute(f"reduce aux {ref.index}", program, stage, names, [output], ())
+            builder.compute(f"reduce aux {ref.index}", program, stage, names, [output])
 
 
 def _across(program: Program, num_replicas: int, split: Split) -> Program:
@@ -629,5 +627,5 @@ def lower_init(graph: Graph, sources_of: Sequence[Name], made: Sequence[Name], w
             builder.send(f"send {name.ref.role} {name.ref.index} to stage {stage}", sources[var], name)
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
         program = Program(closed_function(graph, piece, inputs, atoms), *refs, shapes_of(inputs), name=f"stage_{stage}_{what}")
-        builder.compute(f"init stage {stage}", program, stage, names_in, names_out, ())
+        builder.compute(f"init stage {stage}", program, stage, names_in, names_out)
     return builder
