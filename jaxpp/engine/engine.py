@@ -26,7 +26,7 @@ from jaxpp.plan.builder import CALLER, Builder, LineList, Name, here
 from jaxpp.plan.lower import INIT_KEY, add_gradients, add_wait, add_zero_gradients, forward_actions, lower, lower_init
 from jaxpp.plan.passes.donate import donate, let_go
 from jaxpp.plan.passes.flow import in_flow, with_previous
-from jaxpp.plan.passes.needless import without_needless
+from jaxpp.plan.passes.offload import offload, without_needless
 from jaxpp.plan.passes.transform import Pass, transform
 from jaxpp.plan.passes.visits import early, visit
 from jaxpp.plan.plan import Plan
@@ -41,6 +41,7 @@ from jaxpp.runtime.place import Place, Placement
 from jaxpp.runtime.processes.channel import Agreement, agreement, transfers
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.offload import Offloaded
 from jaxpp.schedule.registry import AUTO, with_microbatches
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.floating import has_gradient
@@ -261,6 +262,7 @@ class Engine:
         gives: Collection[Name] = (),
         told: Collection[Name] = (),
         *,
+        offloaded: Sequence[Offloaded] = (),
         by_stage: bool = False,
         flowing: Pass | None = None,
     ) -> Bound:
@@ -270,11 +272,13 @@ class Engine:
             draft: lines in which everything is on devices.
             gives: the arguments that the caller does not read again.
             told: the results that every process is told.
+            offloaded: the residuals that wait in host memory.
             by_stage: whether a stage is updated as soon as its gradients are complete.
             flowing: what divides them for the next step to begin before they end.
         """
         placement, waiting = self.placement, self.options.waiting
         passes: list[tuple[object, Pass | None]] = [
+            (offloaded, partial(offload, offloaded=offloaded, order=self.options.schedule.order)),
             (told and not self.alone, partial(report, placement=placement, told=told)),
             (by_stage, early),
             (waiting, partial(visit, places=placement.places, roles=waiting, stays=self.placed.numbers)),
@@ -372,8 +376,7 @@ class Engine:
             step = self.preparer.step(batch, key, loss_fn=loss_fn, train=train)
             forwards = forward_actions(schedule.num_stages, len(step.sizes), visits=step.visits)
             actions = schedule.order if train else forwards
-            pairs = schedule.pairs if fused else {}
-            made = step, lower(step, actions, offloaded=self.options.offloaded if train else (), pairs=pairs)
+            made = step, lower(step, actions, pairs=schedule.pairs if fused else {})
             kept = self._keep(shape, lambda kept: kept.steps.update({(train, fused): made}))
         step, lines = kept.steps[train, fused]
         builder = lines.copy()
@@ -387,6 +390,7 @@ class Engine:
             builder.finish(inputs, results),
             gives,
             _told(tree.unflatten(results)),
+            offloaded=self.options.offloaded if train else (),
             by_stage=step.visits,
             flowing=partial(self._in_flow, tree=tree) if flows else None,
         )

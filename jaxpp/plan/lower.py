@@ -2,14 +2,13 @@
 
 *feed* sends batch leaves, the key and tied parameters to the stages that read them. *begin* is one program a stage for all that is
 done once (statics, keys, weights, zeroed sums). *actions* follow the unit clock, each with the sends that it feeds after it, and
-model state and residuals from host memory before it. *sums* brings tied gradients home, and sums gradients, loss and aux over the
+model state before it. *sums* brings tied gradients home, and sums gradients, loss and aux over the
 replicas, once. *reduce* finishes the other aux values. ``init`` is traced once and divided by owner, so the whole model is never on
 one device, nor on the host, and every leaf has the bits that ``jax.jit(init)(key)`` gives it.
 """
 
 import functools
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -22,11 +21,10 @@ from jax.extend.core import Var
 from jaxtyping import Float
 
 from jaxpp.errors import CutError, InitError
-from jaxpp.plan.builder import CALLER, Builder, Constant, FusedAction, GroupMean, MemoryCopy, Name
+from jaxpp.plan.builder import CALLER, Builder, Constant, FusedAction, GroupMean, Name
 from jaxpp.plan.step import GradientSums, Step, param_name, scale_name, state_name, total_name
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.forward import forward
-from jaxpp.schedule.offload import Offloaded
 from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.floating import has_gradient
@@ -53,8 +51,6 @@ def lower(
     step: Step,
     actions: Sequence[Action],
     lasting: Builder | None = None,
-    *,
-    offloaded: Sequence[Offloaded] = (),
     pairs: Mapping[Action, Action] = MappingProxyType({}),
 ) -> Builder:
     """Write the lines of one step up to its gradients, of actions in the order in which they are dispatched.
@@ -69,17 +65,14 @@ def lower(
     chosen, zeros = step.choose(actions, pairs)
     for stage in sorted(range(step.num_stages), key=lambda s: s != step.loss_stage):
         _begin(builder, step, stage, zeros[stage], lasting)
-    passing, offloading, scattering = _ModelState(builder, step), _Offloading(builder, step, offloaded), _Scattering(builder, step)
-    for action in actions:
-        offloading.bring_back(action)
-        if action in chosen:
-            program, fused = chosen[action]
-            program = scattering.within(action, program)
-            passing.supply(action, program)
-            _act(builder, step, action, program, fused, offloading)
-            passing.note(action, program)
-            scattering.behind(action, program)
-        offloading.take_out(action)
+    passing, scattering = _ModelState(builder, step), _Scattering(builder, step)
+    for action in filter(chosen.__contains__, actions):
+        program, fused = chosen[action]
+        program = scattering.within(action, program)
+        passing.supply(action, program)
+        _act(builder, step, action, program, fused)
+        passing.note(action, program)
+        scattering.behind(action, program)
     for stage, sums in enumerate(step.sums):
         if not sums.stays_packed:
             _unpack(builder, step, stage, sums.packs)
@@ -247,59 +240,11 @@ def _shares(step: Step) -> list[Constant]:
     return shares
 
 
-class _Offloading:
-    """Writes the copies of a step to host memory and back, while the lines of its actions are written.
-
-    What the backward reads and nothing else needs goes out after the forward, and comes back right before the action ahead of the
-    backward under another name, because a name that is written twice is one value that changes.
-    """
-
-    def __init__(self, builder: Builder, step: Step, offloaded: Sequence[Offloaded]):
-        self._builder, self._step = builder, step
-        self._leave = {moved.forward for moved in offloaded}
-        self._return: defaultdict[Action, list[Action]] = defaultdict(list)
-        for moved in offloaded:
-            self._return[moved.ahead].append(moved.forward)
-        self._names: dict[Action, tuple[list[Name], list[Name], list[Name]]] = {}  # of what moved, what waits, and what is back
-        self._back: dict[Name, Name] = {}
-
-    def take_out(self, action: Action) -> None:
-        if action in self._leave and (names := self._moving(action)):
-            back = [name._replace(ref=Ref(Role.FETCHED, k, shared=name.ref.shared)) for k, name in enumerate(names)]
-            waiting = [name._replace(ref=replace(name.ref, waits=True)) for name in back]
-            self._names[action] = names, waiting, back
-            self._builder.call(f"offload {action}", MemoryCopy.TO_HOST, action.stage, names, waiting, action)
-
-    def bring_back(self, ahead: Action) -> None:
-        for action in self._return.get(ahead, ()):
-            if action in self._names:
-                names, waiting, back = self._names[action]
-                self._builder.call(f"fetch {action}", MemoryCopy.TO_DEVICE, action.stage, waiting, back, action)
-                self._back |= zip(names, back, strict=True)
-
-    def current(self, names: Sequence[Name]) -> list[Name]:
-        return [self._back.get(name, name) for name in names]
-
-    def _moving(self, action: Action) -> list[Name]:
-        stage, _, i = action
-        code = self._step.cuts[self._step.variants[i]].stages[stage]
-        made = {ref for ref in code.forward.outputs if ref.role == Role.RESIDUAL}
-        refs: dict[Ref, None] = {}
-        for backward in code.backward.values():
-            for ref, aval in zip(backward.then.inputs, backward.then.avals, strict=True):
-                plain = not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-                if plain and (ref in made or ref.role == Role.ACTIVATION):
-                    refs[ref] = None
-        return [self._step.local_name(stage, ref, i) for ref in refs]
-
-
-def _act(
-    builder: Builder, step: Step, action: Action, program: Program, fused: FusedAction | None, offloading: _Offloading
-) -> None:
+def _act(builder: Builder, step: Step, action: Action, program: Program, fused: FusedAction | None) -> None:
     stage, _, i = action
     last = action if fused is None else fused.action
     label, cut = str(last), step.cuts[step.variants[i]]
-    inputs = offloading.current([step.local_name(stage, ref, i) for ref in program.inputs])
+    inputs = [step.local_name(stage, ref, i) for ref in program.inputs]
     outputs = [step.local_name(stage, ref, i + (ref.role == Role.STATE), step.variants[i]) for ref in program.outputs]
     builder.compute(label if fused is None else f"{action} {last}", program, stage, inputs, outputs, action=action, fused=fused)
     for ref in program.outputs:

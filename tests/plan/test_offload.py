@@ -18,7 +18,7 @@ from jaxpp import options as options_module
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import sample_step
 from jaxpp.plan.builder import Builder, LineList, MemoryCopy, Name
-from jaxpp.plan.passes.needless import without_needless
+from jaxpp.plan.passes.offload import without_needless
 from jaxpp.runtime import not_public, send
 from jaxpp.runtime.place import OneDevice
 from jaxpp.schedule.action import Action, Kind
