@@ -1,6 +1,6 @@
 """The roofline of a step's programs as a figure: what the GPU allows, and how far below it each program's bound lies.
 
-Both axes are logarithmic: FLOPs for each byte, and FLOP/s. Dots have numbers, and below the axes stands which programs they are, with
+Both axes are logarithmic: FLOPs for each byte, and FLOP/s. Dots have numbers. Below the axes stands which programs they are, with
 their stages, and the peaks of the roof. Dots of the same program of several stages that lie on one another share a number.
 """
 

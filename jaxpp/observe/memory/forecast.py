@@ -21,7 +21,7 @@ from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.outcome import Purpose
 from jaxpp.errors import ArgumentError, JaxppError
 from jaxpp.observe.bound import StepBound, bound_of
-from jaxpp.observe.evaluate import Evaluator, step_seconds
+from jaxpp.observe.evaluate import Search, step_seconds
 from jaxpp.observe.memory.liveness import (
     MEMORY_KINDS,
     Liveness,
@@ -309,14 +309,12 @@ def _changes(now: Forecast, engine: Engine, batch: Batch, key: Key | None, room:
         liveness = liveness_of_all(engines[what], trials[what].batch, key, purpose)
         return tuple(map(liveness.most, liveness.devices))
 
-    by_estimate, exactly = Evaluator(seconds, estimated, room), Evaluator(seconds, compiled, room)
+    by_estimate, exactly = Search(seconds, estimated, room), Search(seconds, compiled, room)
     fitting: dict[str, Change] = {}
     with progress(list(trials), desc="looking for what fits", after=_PATIENCE) as bar:
-        for what in bar:
-            with contextlib.suppress(JaxppError):  # too many stages for this model, say
-                if trials[what].family not in fitting and by_estimate.fits(what):
-                    peak = max(by_estimate.peaks(what))
-                    fitting[trials[what].family] = Change(what, peak, by_estimate.seconds(what), moved[what], visiting[what])
+        for what in by_estimate.fitting(what for what in bar if trials[what].family not in fitting):
+            peak = max(by_estimate.peaks(what))
+            fitting[trials[what].family] = Change(what, peak, by_estimate.seconds(what), moved[what], visiting[what])
     cheaper = [what for what in by_estimate.lightest() if trials[what].family != _HOST]  # than copies of the state
     nearest = [] if any(family != _HOST for family in fitting) else cheaper[:_COMPILED]
     for what in (what for what in nearest if max(by_estimate.peaks(what)) <= 2 * room):
