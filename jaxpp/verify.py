@@ -40,7 +40,7 @@ from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
 from jaxpp.stages.own_params import Joint
 from jaxpp.stages.stacked import assembled, on_host
-from jaxpp.types import Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, Tree
+from jaxpp.types import Arguments, Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, Tree
 
 _UPDATED = "the update equals plain optax's of these gradients, leaf by leaf"
 GRAD_FLOOR = 0.01  # a gradient smaller than this part of the largest one is compared as if it had that size
@@ -359,7 +359,7 @@ class _Plain:
     params: Params  # with sets of a bank a tree for each replica
     batch: Batch
     key: Key | None
-    rules: Mapping[str, Any]  # as ``oracle`` takes them
+    rules: Arguments  # as ``oracle`` takes them
     loss: Array
     spread: Grads  # what the pipeline found, whole
 

@@ -26,7 +26,7 @@ _Candidate = TypeVar("_Candidate", bound=Hashable)
 
 
 @dataclass
-class Search(Generic[_Candidate]):
+class CandidateSearch(Generic[_Candidate]):
     """The search for what fits and is quick: how long a step of each candidate takes, and what each device holds, asked once."""
 
     price: Callable[[_Candidate], float]  # the seconds of a step, or the time in another unit

@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpp.errors import ArgumentError, JaxppError, ScheduleError
-from jaxpp.observe.evaluate import Search, step_seconds
+from jaxpp.observe.evaluate import CandidateSearch, step_seconds
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
@@ -288,7 +288,7 @@ def search(machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves
 class _Search:
     def __init__(self, machine: Machine, limits: Limits, bar: tqdm):
         self.machine, self.limits, self.bar = machine, limits, bar
-        self.search = Search(self._seconds, machine.peaks, limits.hbm)
+        self.search = CandidateSearch(self._seconds, machine.peaks, limits.hbm)
         self.candidates = list[Candidate]()
         self.costs = dict[Family, StepCosts]()
         self.left_out = self.search.left_out  # families too

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError, FitError
-from jaxpp.observe.evaluate import Search, step_seconds
+from jaxpp.observe.evaluate import CandidateSearch, step_seconds
 from jaxpp.observe.memory.forecast import Forecast, forecast, forecast_of
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, liveness_in_flow, step_liveness
 from jaxpp.observe.memory.remat_frontier import again_of
@@ -118,7 +118,7 @@ class _Search:
         self.asked: _Choice = ("least",) * self.schedule.num_stages
         self.engines: dict[_Choice, Engine] = {self.asked: first}
         self.known: dict[_Way, list[float]] = {}
-        self.search = Search(self._seconds, self._peaks, room)
+        self.search = CandidateSearch(self._seconds, self._peaks, room)
 
     def engine(self, choice: _Choice) -> Engine:
         """The engine of a choice; it shares the programs of stages that run the same."""

@@ -21,7 +21,7 @@ from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.outcome import Purpose
 from jaxpp.errors import ArgumentError, JaxppError
 from jaxpp.observe.bound import StepBound, bound_of
-from jaxpp.observe.evaluate import Search, step_seconds
+from jaxpp.observe.evaluate import CandidateSearch, step_seconds
 from jaxpp.observe.memory.liveness import (
     MEMORY_KINDS,
     Liveness,
@@ -309,7 +309,7 @@ def _changes(now: Forecast, engine: Engine, batch: Batch, key: Key | None, room:
         liveness = liveness_of_all(engines[what], trials[what].batch, key, purpose)
         return tuple(map(liveness.most, liveness.devices))
 
-    by_estimate, exactly = Search(seconds, estimated, room), Search(seconds, compiled, room)
+    by_estimate, exactly = CandidateSearch(seconds, estimated, room), CandidateSearch(seconds, compiled, room)
     fitting: dict[str, Change] = {}
     with progress(list(trials), desc="looking for what fits", after=_PATIENCE) as bar:
         for what in by_estimate.fitting(what for what in bar if trials[what].family not in fitting):

@@ -503,51 +503,57 @@ def _watched(
     return found, [watched_spans(plan, step.stamps, work.schedule) for step in found]
 
 
+class _Whole:
+    """Plans one after another as one to look at, not to run: each value has a slot of its own."""
+
+    def __init__(self, size: int = 0):
+        self.lines, self.size = list[Instruction](), size
+
+    def add(self, line: Instruction, slots: dict[int, int], first: int) -> Instruction:
+        """Append a line of a plan whose values lie in ``slots``, by its numbers, and whose microbatches count from ``first``."""
+        reads = tuple(slots[slot] if slot in slots else self._new(slots, slot) for slot in line.inputs)
+        writes = tuple(self._new(slots, slot) for slot in line.outputs)
+        label, about = line.label, line.about
+        if about.action is not None:
+            action, fused = cast("Action", about.action), about.fused
+            known = action._replace(microbatch=first + action.microbatch)
+            if fused is not None:
+                behind = fused.action._replace(microbatch=first + fused.action.microbatch)
+                label, fused = label.replace(str(fused.action), str(behind)), fused._replace(action=behind)
+            label, about = label.replace(str(action), str(known)), about._replace(action=known, fused=fused)
+        self.lines.append(Instruction(label, line.call, reads, writes, (), about))
+        return self.lines[-1]
+
+    def _new(self, slots: dict[int, int], slot: int) -> int:
+        self.size += 1
+        slots[slot] = self.size
+        return self.size
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(tuple(self.lines), self.size + 1, (), (), (), len(self.lines))
+
+
 def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int, int] | None = None) -> Plan:
     """Plans one after another as one to look at, not to run; ``firsts`` are the numbers of their first microbatches.
 
     Of plans that are passes of sequences side by side, and take tokens last: pass k takes the first result of pass ``awaits[k]``.
     """
-    lines: list[Instruction] = []
-    made, size = dict[int, int](), 0
+    whole, made = _Whole(), dict[int, int]()
     for plan, first, following in zip(plans, firsts, [*firsts[1:], None], strict=False):
         count = 1 if awaits is None or following is None else following - first
         makers = {} if awaits is None else {k: awaits[first + k] for k in range(count) if first + k in awaits}
         slots = {plan.inputs[k - count]: made[maker] for k, maker in makers.items()}
         tokens = {made[maker]: maker for maker in makers.values()}
         for line in plan.instructions:
-            for slot in line.inputs:
-                size += slot not in slots
-                slots.setdefault(slot, size)
-            reads = tuple(slots[slot] for slot in line.inputs)
-            for slot in line.outputs:
-                size += 1
-                slots[slot] = size
-            label, about = _later(line, first)
-            known, token = about.action, next((slot for slot in reads if slot in tokens), None)
-            if line.about.sends and known is None and token is not None:
+            added = whole.add(line, slots, first)
+            token = next((slot for slot in added.inputs if slot in tokens), None)
+            if line.about.sends and added.about.action is None and token is not None:
                 known = Action(max(other.about.stage for other in plan.instructions), Kind.F, tokens[token])
-                label = f"token of {known}"
-            outputs = tuple(slots[slot] for slot in line.outputs)
-            lines.append(Instruction(label, line.call, reads, outputs, (), about._replace(action=known)))
+                whole.lines[-1] = added._replace(label=f"token of {known}", about=added.about._replace(action=known))
         for k in range(count if plan.outputs else 0):
             made[first + k] = slots.get(plan.outputs[k * len(plan.outputs) // count], 0)
-    return Plan(tuple(lines), size + 1, (), (), (), len(lines))
-
-
-def _later(line: Instruction, first: int) -> tuple[str, About]:
-    """The label of a line and what it is about, where the microbatches of its step are counted from ``first``."""
-    about, label = line.about, line.label
-    if about.action is None:
-        return label, about
-    action = cast("Action", about.action)
-    known = action._replace(microbatch=first + action.microbatch)
-    fused = about.fused
-    if fused is not None:
-        behind = fused.action._replace(microbatch=first + fused.action.microbatch)
-        label = label.replace(str(fused.action), str(behind))
-        fused = fused._replace(action=behind)
-    return label.replace(str(action), str(known)), about._replace(action=known, fused=fused)
+    return whole.plan
 
 
 def flowing_plan(plan: Plan, lowered: LoweredStep, num_steps: int) -> Plan:
@@ -555,9 +561,8 @@ def flowing_plan(plan: Plan, lowered: LoweredStep, num_steps: int) -> Plan:
     flow, count = cast("Flow", lowered.flow), len(lowered.step.sizes)
     made = lowered.outcome(cast("Sequence[Array]", plan.outputs)).state.flat()  # where a step has what is the next one's state
     late = [name in flow.late for name in lowered.results.state.flat()]
+    left, whole = [len(plan.instructions)] * num_steps, _Whole(len(plan.inputs))
     slots = [{slot: k for k, slot in enumerate(plan.inputs, 1)}, *(dict[int, int]() for _ in range(num_steps - 1))]
-    left = [len(plan.instructions)] * num_steps
-    lines, size = list[Instruction](), len(plan.inputs)
 
     def hand_on(step: int, *, late_ones: bool) -> None:
         for slot, source, is_late in zip(plan.inputs, cast("list[int]", made), late):  # noqa: B905  (the batch comes behind)
@@ -565,22 +570,13 @@ def flowing_plan(plan: Plan, lowered: LoweredStep, num_steps: int) -> Plan:
                 slots[step][slot] = slots[step - 1][source]
 
     for step, number in flow.lines(num_steps):
-        line = plan.instructions[number]
         if number == 0 and step:
             hand_on(step, late_ones=False)
-        for slot in line.inputs:
-            size += slot not in slots[step]
-            slots[step].setdefault(slot, size)
-        reads = tuple(slots[step][slot] for slot in line.inputs)
-        for slot in line.outputs:
-            size += 1
-            slots[step][slot] = size
-        label, about = _later(line, step * count)
-        lines.append(Instruction(label, line.call, reads, tuple(slots[step][slot] for slot in line.outputs), (), about))
+        whole.add(plan.instructions[number], slots[step], step * count)
         left[step] -= 1
         if not left[step] and step + 1 < num_steps:
             hand_on(step + 1, late_ones=True)
-    return Plan(tuple(lines), size + 1, (), (), (), len(lines))
+    return whole.plan
 
 
 def schedule_of(plan: Plan, stage_to_rank: Sequence[int], name: str) -> Schedule:
