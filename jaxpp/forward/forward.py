@@ -38,7 +38,8 @@ from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.processes.channel import Agreement, agreement
 from jaxpp.stages.by_hand import by_hand
 from jaxpp.stages.loss.rng_key import positional_key
-from jaxpp.stages.stage_table import Stages, bytes_in_words, tabulate
+from jaxpp.stages.stage_table import Stages, tabulate
+from jaxpp.tables import bytes_in_words
 from jaxpp.targets import refuse_compile_only
 from jaxpp.types import Array, Batch, Device, ForwardFn, Key, Leaf, Params, ReduceAux, TaskNames, Tree
 

@@ -35,8 +35,7 @@ from jaxpp.schedule.action import Kind
 from jaxpp.schedule.draw.canvas import Figure
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.program import Role
-from jaxpp.stages.stage_table import bytes_in_words, flops_in_words
-from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
+from jaxpp.tables import bytes_in_words, flops_in_words, fold_lines, html_remarks, html_table, in_bytes, table_lines
 from jaxpp.targets import Target, compiles_only, device_name, target_of
 from jaxpp.types import Batch, Key
 
@@ -359,7 +358,7 @@ class ProgramTable(Sequence[ProgramRow]):
             products = " + ".join(f"{flops_in_words(flops)} {kind}" for kind, flops in row.products.items())
             cells = [row.name, str(row.stage), f"{row.runs:,}", f"{row.num_kernels:,}{'?' * (not row.exact)}", products]
             donated = f"{row.num_donated} of {row.num_arguments}"
-            cells += [", ".join(row.written_by), bytes_in_words(row.num_bytes), _size(row.temporaries), donated]
+            cells += [", ".join(row.written_by), bytes_in_words(row.num_bytes), in_bytes(row.temporaries), donated]
             rows.append([*cells, *([_time(row.least_seconds), row.limit] if timed else [])])
         return rows
 
@@ -595,7 +594,7 @@ def _large_residuals(programs: ProgramTable) -> str:
     if not found:
         return ""
     worst, largest, others = _ranked(found)
-    size, besides = bytes_in_words(largest.num_bytes), _size(worst.temporaries)
+    size, besides = bytes_in_words(largest.num_bytes), in_bytes(worst.temporaries)
     return (
         f"{worst.name} keeps a residual {largest.shape} of {size} for the backward, as large as all its temporaries ({besides})"
         f"{_so(others)}: compute it in a narrower type, or recompute it (remat=)"
@@ -630,10 +629,6 @@ def _summed(programs: ProgramTable) -> str:
     moved = f"{bytes_in_words(programs.bytes_read)} read, {bytes_in_words(programs.bytes_written)} written"
     other = flops_in_words(programs.flops)
     return f"{programs.num_kernels:,} kernels; products: {products}{writers}; other arithmetic: {other}; {moved}"
-
-
-def _size(num_bytes: int) -> str:
-    return bytes_in_words(num_bytes) if num_bytes else "0"
 
 
 def _time(seconds: float | None) -> str:

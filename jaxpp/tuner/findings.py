@@ -22,7 +22,7 @@ from jaxpp.schedule.draw.canvas import (
     number_points,
 )
 from jaxpp.schedule.registry import AUTO, SCHEDULES
-from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables import bytes_in_words, unit_of_bytes
 from jaxpp.tuner.search import KNOBS, Candidate, Knob, Row, SearchResult
 
 _PARTS = {
@@ -203,8 +203,7 @@ def tuning_figure(rows: Sequence[Row], best: Row, hbm: int | None, width: float 
     """Draw the candidates whose memory is known; ``width`` is in inches."""
     known = [row for row in rows if row.peaks is not None]
     slow = min(row.predicted for row in known) >= 1
-    unit = bytes_in_words(max(row.peak or 0 for row in known)).rpartition(" ")[2]
-    scale = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
+    unit, scale = unit_of_bytes(max(row.peak or 0 for row in known))
     points = {row.candidate: _Point((row.peak or 0) / scale, (1 if slow else 1e3) * row.predicted, row) for row in known}
     line = [points[row.candidate] for row in frontier(known)]
     ran = [point for point in points.values() if point.row.measured is not None and point not in line]

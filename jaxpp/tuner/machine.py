@@ -55,7 +55,7 @@ from jaxpp.schedule.validate import is_count
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables import bytes_in_words
 from jaxpp.targets import compiles_only
 from jaxpp.tuner.search import KNOBS, Candidate, Family
 from jaxpp.types import Array, Batch, Device, Key, LossFn, Tree

@@ -30,7 +30,7 @@ from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.registry import AUTO, SCHEDULES, make
 from jaxpp.schedule.synthesis.synthesise import synthesise
-from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables import bytes_in_words
 from jaxpp.types import Arguments
 
 _PATIENCE = 1  # seconds before a progress bar shows

@@ -30,7 +30,7 @@ from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.offload import offloads
 from jaxpp.stages.remat import Offload, offload_of, policies_of
-from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables import bytes_in_words
 from jaxpp.targets import device_name
 from jaxpp.types import Batch, Device, Key
 

@@ -44,8 +44,7 @@ from jaxpp.schedule.registry import SCHEDULES, make, make_for_stages
 from jaxpp.stages.by_hand import scope
 from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, check_batch, first_of, resized
 from jaxpp.stages.remat import Offload, Remat, offload_of, policies_of
-from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, in_bytes, table_lines
 from jaxpp.targets import compiles_only, device_name, target_of
 from jaxpp.types import Batch, Device, Key
 
@@ -171,8 +170,8 @@ class Forecast:
         shown = [k for k in range(len(MEMORY_KINDS)) if any(row.kinds[k] for row in self.stages)]
         rows = [["stage", "device", *(MEMORY_KINDS[k] for k in shown), "temporaries", "sum", "at"]]
         for row in self.stages:
-            sizes = [_size(row.kinds[k]) + f" ({row.num_residuals})" * (MEMORY_KINDS[k] == "residuals") for k in shown]
-            sizes += [_size(row.temporaries), _size(row.num_bytes)]
+            sizes = [in_bytes(row.kinds[k]) + f" ({row.num_residuals})" * (MEMORY_KINDS[k] == "residuals") for k in shown]
+            sizes += [in_bytes(row.temporaries), in_bytes(row.num_bytes)]
             rows.append([str(row.stage), device_name(row.device), *sizes, self.moments[row.device]])
         return rows
 
@@ -180,9 +179,9 @@ class Forecast:
         brackets = "in brackets: microbatches whose residuals are held; " * any(row.num_residuals for row in self.stages)
         lines = [f"{brackets}at: what runs when the device holds most"]
         if len(self.stages) > len(self.peaks):
-            lines.append("peak: " + ", ".join(f"{device_name(device)} {_size(peak)}" for device, peak in self.peaks.items()))
+            lines.append("peak: " + ", ".join(f"{device_name(device)} {in_bytes(peak)}" for device, peak in self.peaks.items()))
         if any(self.hosted.values()):
-            beside = ", ".join(f"{_size(size)} beside {device_name(device)}" for device, size in self.hosted.items() if size)
+            beside = ", ".join(f"{in_bytes(size)} beside {device_name(device)}" for device, size in self.hosted.items() if size)
             kinds = {life.kind for life in self.liveness.hosted}
             what = ", ".join(kind for kind in MEMORY_KINDS if kind in kinds)
             lines.append(f"in host memory, at most: {what} of {beside}")
@@ -197,17 +196,19 @@ class Forecast:
         if self.hbm is None:
             return lines
         worst = max(self.peaks, key=self.peaks.__getitem__)
-        need = f"{device_name(worst)} needs {_size(self.peaks[worst])} of {_size(self.hbm)}"
+        need = f"{device_name(worst)} needs {in_bytes(self.peaks[worst])} of {in_bytes(self.hbm)}"
         if self.fits:
             return [*lines, f"it fits: {need}"]
         kinds = list(map(sum, zip(*((*row.kinds, row.temporaries) for row in self.stages if row.device == worst), strict=True)))
         most = max(range(len(kinds)), key=kinds.__getitem__)
-        lines.append(f"it does not fit: {need}, most of that {(*MEMORY_KINDS, 'temporaries')[most]} ({_size(kinds[most])})")
+        lines.append(f"it does not fit: {need}, most of that {(*MEMORY_KINDS, 'temporaries')[most]} ({in_bytes(kinds[most])})")
         for change in (change for change in self.changes[:_MOST] if change.moved):
-            copies = f"the copies to the host and back, of {_size(change.moved)} for each microbatch of a stage"
+            copies = f"the copies to the host and back, of {in_bytes(change.moved)} for each microbatch of a stage"
             lines.append(f"{change.what}: that time is without {copies}; they delay nothing if each is shorter than an action")
         for change in (change for change in self.changes[:_MOST] if change.visiting):
-            left = f"leaves {_size(change.peak)} on the device that then holds most; that time is without the copies of its state"
+            left = (
+                f"leaves {in_bytes(change.peak)} on the device that then holds most; that time is without the copies of its state"
+            )
             lines.append(f"{change.what}: {left}, {_copied(change.visiting)} a device in a step, which other work may hide")
         if not self.changes:
             lines.append(f"nothing that was looked at fits ({self.tried}): use more devices")
@@ -215,17 +216,13 @@ class Forecast:
 
     def _changes(self) -> list[list[str]]:
         head = ["what should fit (estimates), the quickest first", "peak", "time"]
-        rows = [[change.what, _size(change.peak), f"x {change.slowdown:.2f}"] for change in self.changes[:_MOST]]
+        rows = [[change.what, in_bytes(change.peak), f"x {change.slowdown:.2f}"] for change in self.changes[:_MOST]]
         return [head, *rows] if rows else []
 
 
 def _copied(visiting: Visiting | None) -> str:
     brought, taken = visiting or Visiting(0, 0)
-    return f"{_size(brought)} from host memory and {_size(taken)} back for"
-
-
-def _size(num_bytes: int) -> str:
-    return bytes_in_words(num_bytes) if num_bytes else "0"
+    return f"{in_bytes(brought)} from host memory and {in_bytes(taken)} back for"
 
 
 def forecast(

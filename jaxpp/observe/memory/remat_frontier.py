@@ -20,8 +20,7 @@ from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.draw.canvas import INK, Axes, Figure, Panel, draw_key, fit_page, group_colour, new_figure, shade
 from jaxpp.schedule.offload import offloads
 from jaxpp.stages.remat import offload_of, policies_of
-from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables import fold_lines, table_lines
+from jaxpp.tables import bytes_in_words, fold_lines, in_bytes, table_lines, unit_of_bytes
 from jaxpp.types import Batch, Key
 
 _WAYS = ("keep", "least", 0.8, 0.6, 0.4, 0.2, 0.05, "recompute", "offload")
@@ -54,7 +53,7 @@ class Frontier:
     def __str__(self) -> str:
         rows = [["remat", "peak", "time", "products repeated", "in host memory"]]
         for way in self.ways:
-            again, hosted = f"{way.repeated / (self.products or 1.0):.1%}", bytes_in_words(way.hosted) if way.hosted else "0"
+            again, hosted = f"{way.repeated / (self.products or 1.0):.1%}", in_bytes(way.hosted)
             rows.append([repr(way.remat), bytes_in_words(way.peak), f"x {way.slowdown:.2f}", again, hosted])
         remark = "peak: of the arrays on the fullest device, without temporaries; time: over that of the least, on the virtual "
         remark += "clock, by the FLOPs and bytes of all operations, with copies to the host that delay nothing"
@@ -69,18 +68,12 @@ class Frontier:
         figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
         draw_key(figure, [], "Memory of the fullest device and time of a step, by what stages keep (remat=)")
         axes = figure.subplots()
-        unit, scale = _unit(max(way.peak for way in self.ways))
+        unit, scale = unit_of_bytes(max(way.peak for way in self.ways))
         _draw(axes, self.ways, scale)
         axes.set_xlabel(f"arrays of the fullest device at its peak, {unit}", size=9, color=INK)
         axes.set_ylabel('time of a step / "least"', size=9, color=INK)
         fit_page(figure, [axes], [Panel(1, _HEIGHT, 1)])
         return figure
-
-
-def _unit(size: int) -> tuple[str, float]:
-    """The unit in which a size is written, and its bytes."""
-    power = next((k for k in range(4) if size < 1024 ** (k + 1)), 4)
-    return ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024.0**power
 
 
 def _draw(axes: Axes, ways: Sequence[Way], scale: float) -> None:

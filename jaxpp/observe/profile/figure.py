@@ -15,7 +15,7 @@ from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness
 from jaxpp.observe.profile.spans import Span
 from jaxpp.schedule.draw.canvas import INK, Axes, Figure, Panel, draw_key, fit_page, page, page_width, write_numbers
 from jaxpp.schedule.draw.timeline import Timeline, draw_timeline, extents, room, scaled, timeline_key
-from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables import bytes_in_words
 from jaxpp.types import Device
 
 COLOURS = (
