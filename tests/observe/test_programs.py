@@ -12,8 +12,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.programs import Kept, ProgramRow, ProgramTable, WeightCopy
-from jaxpp.observe.roofline_figure import Dot, roofline_figure
+from jaxpp.observe.programs import Dot, Kept, ProgramRow, ProgramTable, WeightCopy, roofline_figure
 from jaxpp.runtime.hlo import Kernel, read_kernels
 from jaxpp.runtime.roofline import Roofline, program_roofline
 from jaxpp.schedule.action import Kind

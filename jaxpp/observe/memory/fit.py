@@ -20,9 +20,8 @@ from functools import cached_property
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError, FitError
 from jaxpp.observe.evaluate import CandidateSearch, step_seconds
-from jaxpp.observe.memory.forecast import Forecast, forecast, forecast_of
+from jaxpp.observe.memory.forecast import Forecast, again_of, forecast, forecast_of
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, liveness_in_flow, step_liveness
-from jaxpp.observe.memory.remat_frontier import again_of
 from jaxpp.options import more_hosts
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.measure import action_times, copy_times

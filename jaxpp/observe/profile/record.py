@@ -3,8 +3,8 @@
 Some steps run as they are; the trace says when each program ran, and the host's stamps when each instruction was handed over. In
 more steps the host waits for each instruction, so every program takes the time that it would take on a device of its own. Where the
 trace of a backend lacks something, the results are polled instead (``Watch``), which cannot see when a program began. Several
-processes (``Company``) tell each other what they saw, on the clock of process 0, and all make the same steps of it. A send between
-processes is handed over by both sides: it begins no earlier than either, and is done when the receiver has it.
+processes (``AllProcesses``) tell each other what they saw, on the clock of process 0, and all make the same steps of it. A send
+between processes is handed over by both sides: it begins no earlier than either, and is done when the receiver has it.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ class Seen(NamedTuple):
     error: float  # seconds by which times may be wrong beside each other: of the trace and the host, or of different processes
 
 
-class Company:
+class AllProcesses:
     """The processes of a pipeline, which put together what they saw on process 0's clock; all make the same calls."""
 
     def __init__(self, engine: Engine, batch: Batch, key: Key | None, clock: Alignment):
@@ -376,7 +376,7 @@ class Forwards(Work):
         return join_plans([plan] * len(self.keys), [count * k for k in range(len(self.keys))])
 
 
-def _run(work: Work, observer: Stamps | Watch | None = None, *, watched: bool = False) -> tuple[SeenStep, Run]:
+def run_once(work: Work, observer: Stamps | Watch | None = None, *, watched: bool = False) -> tuple[SeenStep, Run]:
     """Run the work to its end; returns the run, with the observer's stamps, and between when and when its annotation begins."""
     begun = time.perf_counter()
     with jax.profiler.TraceAnnotation(STEP):
@@ -404,43 +404,43 @@ def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
     """
     engine, plan, schedule = work.engine, work.plan, work.schedule
     for _ in range(_WARM_UP):
-        _run(work)
-    processes, company = processes_of(engine.options.devices), None
+        run_once(work)
+    processes, all_processes = processes_of(engine.options.devices), None
     if len(processes) > 1:
         if not isinstance(work, Steps):
             rule, fix = "forwards are profiled in one process", "make a pipeline over the devices of one process"
             raise ArgumentError("profile", rule, "devices of several processes", fix)
-        company = Company(engine, work.batch, work.key, align_clocks())
+        all_processes = AllProcesses(engine, work.batch, work.key, align_clocks())
     seen = _seen(work, num_steps)
-    if company is not None:
-        plan, seen = company.plan, company.seen(seen)
+    if all_processes is not None:
+        plan, seen = all_processes.plan, all_processes.seen(seen)
     plain, together, apart = (seen.steps[k : k + num_steps] for k in (0, num_steps, 2 * num_steps))
     alone = durations_of(plan, [step.seconds for step in apart])
     if seen.missing:
-        together, found = _watched(work, num_steps, company, plan, seen.missing)
+        together, found = _watched(work, num_steps, all_processes, plan, seen.missing)
     else:
         found = [traced_spans(plan, _from_zero(step), step.stamps, alone, schedule) for step in together]
     lengths = [step.ended - step.begun for step in together]
     cost = statistics.median(lengths) / statistics.median(step.ended - step.begun for step in plain)
     ledger = work.ledger()
-    ledger = ledger if company is None else company.ledger(ledger)
+    ledger = ledger if all_processes is None else all_processes.ledger(ledger)
     median = sorted(range(num_steps), key=lengths.__getitem__)[num_steps // 2]
     spans = found[median], isolated_spans(plan, alone, schedule)
     places, shown = engine.placement.by_rank, engine.placement.ranks_shown
     shared = len(set(places)) < len(places) or places[0].devices[0].platform == "cpu"
     clock = clock or ("isolated" if shared else "trace")
-    error = 0.0 if company is None else seen.error
+    error = 0.0 if all_processes is None else seen.error
     made = {"missing": seen.missing, "num_processes": len(processes), "clock_error": error, "passes": tuple(work.passes)}
     return Profile(schedule, shown, *spans, clock, tuple(lengths), cost, ledger, offloaded=engine.options.offloaded, **made)
 
 
 def _seen(work: Work, num_steps: int) -> Seen:
     """Run the work as it is, as often under the profiler, and a few times so that each program runs alone."""
-    plain = [_run(work)[0] for _ in range(num_steps)]
+    plain = [run_once(work)[0] for _ in range(num_steps)]
     observers = [Stamps(waits=k >= num_steps) for k in range(num_steps + _ALONE)]
     with tempfile.TemporaryDirectory() as folder:
         with _session(folder):
-            found = [_run(work, stamps) for stamps in observers]
+            found = [run_once(work, stamps) for stamps in observers]
         try:
             read = read_runs(Path(folder))
             runs = matched(work.plan, read, len(found))
@@ -490,15 +490,15 @@ def _session(folder: str) -> Iterator[None]:
 
 
 def _watched(
-    work: Work, num_steps: int, company: Company | None, plan: Plan, missing: str
+    work: Work, num_steps: int, all_processes: AllProcesses | None, plan: Plan, missing: str
 ) -> tuple[list[SeenStep], list[tuple[Span, ...]]]:
     watched = work.watched_plan()
     if watched is None:
         rule, fix = "the profile of a generation is read from the trace of JAX's profiler", "profile pipe.apply in its place"
         raise ArgumentError("generation.profile", rule, f"a trace that lacks what is needed: {missing}", fix)
-    found = [_run(work, Watch(watched), watched=True)[0] for _ in range(_WARM_UP + num_steps)][_WARM_UP:]
+    found = [run_once(work, Watch(watched), watched=True)[0] for _ in range(_WARM_UP + num_steps)][_WARM_UP:]
     seen = Seen(tuple(found), "", 0.0)
-    seen = seen if company is None else company.seen(seen)
+    seen = seen if all_processes is None else all_processes.seen(seen)
     found = [step._replace(begun=beginning(step.stamps), ended=max(stamp.done for stamp in step.stamps)) for step in seen.steps]
     return found, [watched_spans(plan, step.stamps, work.schedule) for step in found]
 
