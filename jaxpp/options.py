@@ -97,13 +97,21 @@ class Options:
         found = self if host == self.host else replace(self, host=host)
         if host is not None:
             _check_memories(found.devices, f"host={host!r}", "no host=")
-            _check_host(found)
+            rule = "what waits in host memory is whole, and beside devices of one process"
+            wrong = {"devices of several processes": found.by_processes, f"shard={sorted(found.shard)}": bool(found.shard)}
+            wrong |= {f"delay={found.delay}": bool(found.delay)}
+            _refuse_beside(f"host={host!r}", rule, wrong, "leave host or these out")
         return found
 
     @property
     def waiting(self) -> frozenset[Role]:
         """The roles of what is on devices only while it is used."""
         return frozenset() if self.host is None else WAITING[self.host]
+
+    @property
+    def by_processes(self) -> bool:
+        """Whether the devices are of several processes."""
+        return len(processes_of(self.devices)) > 1
 
     @cached_property
     def compile_only(self) -> bool:
@@ -255,8 +263,8 @@ class Asked(NamedTuple):
             loss_scale=check_loss_scale(training.loss_scale),
             shardings=_check_shardings(where.shardings, where.mesh, widest, known),
             shard=_shard_of(where.shard, is_loss=loss.is_loss),
-            shared=_shared_of(loss.shared),
-            trains=_trains_of(training.trains),
+            shared=_paths_of("shared", loss.shared, "batch leaves for all microbatches", 'shared=("beta", "graph/*")'),
+            trains=None if training.trains is None else _paths_of("trains", training.trains, *_TRAINED, least=1),
             max_shapes=int(memory.max_shapes),
             hbm=memory.hbm,
             fuse=_fuse_of(memory.fuse, platform),
@@ -271,6 +279,7 @@ class Asked(NamedTuple):
         return found.with_host(found.host)
 
 
+_TRAINED = "the parameters that a step trains", 'trains="generator", or leave it out to train all'
 _GROUPS = (Order, Loss, Training, Where, Memory)
 
 
@@ -296,12 +305,15 @@ def _check_kinds(asked: Asked, function: object) -> None:
         raise ArgumentError(f"reduce_aux={shown(loss.reduce_aux)}", rule, "a loss without aux (has_aux=False)", fix)
 
 
-def _check_together(options: "Options") -> None:
+def _check_together(options: Options) -> None:
     """Refuse options that cannot be had beside one another, or on these devices."""
     if any(each is not None for each in options.offload):
         _check_memories(options.devices, 'remat="offload"', 'remat="least" or remat="recompute"')
     if options.delay:
-        _check_delay(options)
+        rule = "steps follow one another on devices of one process that hold the parameters twice, and none is skipped"
+        wrong = {"devices of several processes": options.by_processes, f"host={options.host!r}": options.host is not None}
+        wrong |= {"a loss scale, which a step may skip": options.loss_scale is not None}
+        _refuse_beside(f"delay={options.delay}", rule, wrong, "leave delay or these out")
 
 
 def _check_memories(devices: Sequence[Device], where: str, instead: str) -> None:
@@ -339,24 +351,9 @@ def _delay_of(delay: int) -> int:
     return delay
 
 
-def _check_delay(options: "Options") -> None:
-    """Refuse what has no parameters of an earlier step."""
-    several = len(processes_of(options.devices)) > 1
-    wrong = {"devices of several processes": several, f"host={options.host!r}": options.host is not None}
-    wrong |= {"a loss scale, which a step may skip": options.loss_scale is not None}
+def _refuse_beside(where: str, rule: str, wrong: Mapping[str, bool], fix: str) -> None:
     if got := [what for what, is_there in wrong.items() if is_there]:
-        rule = "steps follow one another on devices of one process that hold the parameters twice, and none is skipped"
-        raise ArgumentError(f"delay={options.delay}", rule, got, "leave delay or these out")
-
-
-def _check_host(options: "Options") -> None:
-    """Refuse what cannot wait yet."""
-    where, several = f"host={options.host!r}", len(processes_of(options.devices)) > 1
-    wrong = {"devices of several processes": several, f"shard={sorted(options.shard)}": bool(options.shard)}
-    wrong |= {f"delay={options.delay}": bool(options.delay)}
-    if got := [what for what, is_there in wrong.items() if is_there]:
-        rule = "what waits in host memory is whole, and beside devices of one process"
-        raise ArgumentError(where, rule, got, "leave host or these out")
+        raise ArgumentError(where, rule, got, fix)
 
 
 def _reduction_of(reduction: str) -> str:
@@ -484,21 +481,11 @@ def _check_order(schedule: Schedule) -> None:
         raise ScheduleError(f"schedule={schedule.name!r}, has_state=True", rule, wrong, fix)
 
 
-def _shared_of(shared: object) -> tuple[str, ...]:
-    names = _listed(shared)
-    if not all(isinstance(name, str) for name in names):
-        rule = "batch leaves for all microbatches are named by their paths, or patterns of paths"
-        raise ArgumentError("shared", rule, repr(shared), 'pass for example shared=("beta", "graph/*")')
-    return tuple(map(str, names))
-
-
-def _trains_of(trains: object) -> tuple[str, ...] | None:
-    names = _listed(trains)
-    if trains is None:
-        return None
-    if not names or not all(isinstance(name, str) for name in names):
-        rule = "the parameters that a step trains are named by their paths, or patterns of paths"
-        raise ArgumentError("trains", rule, repr(trains), 'pass for example trains="generator", or leave it out to train all')
+def _paths_of(name: str, given: object, what: str, fix: str, *, least: int = 0) -> tuple[str, ...]:
+    """Paths, or patterns of paths, at least so many."""
+    names = _listed(given)
+    if len(names) < least or not all(isinstance(each, str) for each in names):
+        raise ArgumentError(name, f"{what} are named by their paths, or patterns of paths", repr(given), f"pass for example {fix}")
     return tuple(map(str, names))
 
 
