@@ -1,5 +1,6 @@
 """The options of a pipeline: what the user asked for, checked before anything is traced."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -102,6 +103,14 @@ class Options:
             wrong |= {f"delay={found.delay}": bool(found.delay)}
             _refuse_beside(f"host={host!r}", rule, wrong, "leave host or these out")
         return found
+
+    def hosted(self) -> list["Options"]:
+        """The same with more in host memory, each with more than the one before; none if the state cannot wait there."""
+        words = list(WAITING)
+        more = words if self.host is None else words[words.index(self.host) + 1 :]
+        with contextlib.suppress(ArgumentError):
+            return list(map(self.with_host, more))
+        return []
 
     @property
     def waiting(self) -> frozenset[Role]:
@@ -322,15 +331,6 @@ def _check_memories(devices: Sequence[Device], where: str, instead: str) -> None
     if wrong := [f"{device} with {', '.join(known) or 'none'}" for device, known in kinds.items() if HOST_MEMORY not in known]:
         fix = f"pass {instead}, or devices that have it, as CPUs and GPUs do"
         raise ArgumentError(where, f"each device reaches {HOST_MEMORY} memory, in which arrays wait", wrong, fix)
-
-
-HOSTS = tuple(WAITING)
-"""The words of ``host=``, each with more that waits in host memory than the one before."""
-
-
-def more_hosts(host: str | None) -> tuple[str, ...]:
-    """The words with which more waits."""
-    return HOSTS if host is None else HOSTS[HOSTS.index(host) + 1 :]
 
 
 def _host_of(host: str | None, *, is_loss: bool) -> str | None:

@@ -8,7 +8,6 @@ shortest step on the virtual clock is taken. Nothing is measured if the step fit
 waits in host memory (``host="optimizer"``), then parameters and gradients too, and the stages choose again.
 """
 
-import contextlib
 import itertools
 import json
 import math
@@ -18,11 +17,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jaxpp.engine.engine import Engine
-from jaxpp.errors import ArgumentError, FitError
+from jaxpp.errors import FitError
 from jaxpp.observe.evaluate import CandidateSearch, step_seconds
 from jaxpp.observe.memory.forecast import Forecast, again_of, forecast, forecast_of
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, liveness_in_flow, step_liveness
-from jaxpp.options import more_hosts
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.measure import action_times, copy_times
 from jaxpp.runtime.processes.channel import texts_of_all
@@ -91,16 +89,15 @@ def _with_more_on_the_host(search: "_Search", reason: str) -> tuple[Fit | None, 
     Not all pipelines have a state that can wait: that beside the sets of a bank cannot.
     """
     first, tried = search.first, dict[str, int]()
-    with contextlib.suppress(ArgumentError):
-        for host in () if first.layout.num_own else more_hosts(first.options.host):
-            other = _Search(first.with_host(host), search.batch, search.key, search.waiting, search.room)
-            best = other.fitting()
-            if best is not None:
-                most, visiting = max(other.peaks(best).values()), max(other.arrays(best).visiting.values(), key=sum)
-                copied = f"a step copies {bytes_in_words(visiting.brought)} in and {bytes_in_words(visiting.taken)} out"
-                remark = f'host="{host}" (peak {bytes_in_words(most)}, {copied}), since {reason}'
-                return Fit(other.engine(best), (remark, *other.remarks(best))), tried
-            tried[f'host="{host}"'] = max(other.least().values())
+    for host in [] if first.layout.num_own else [options.host for options in first.options.hosted()]:
+        other = _Search(first.with_host(host), search.batch, search.key, search.waiting, search.room)
+        best = other.fitting()
+        if best is not None:
+            most, visiting = max(other.peaks(best).values()), max(other.arrays(best).visiting.values(), key=sum)
+            copied = f"a step copies {bytes_in_words(visiting.brought)} in and {bytes_in_words(visiting.taken)} out"
+            remark = f'host="{host}" (peak {bytes_in_words(most)}, {copied}), since {reason}'
+            return Fit(other.engine(best), (remark, *other.remarks(best))), tried
+        tried[f'host="{host}"'] = max(other.least().values())
     return None, tried
 
 

@@ -32,7 +32,7 @@ from jaxpp.observe.memory.liveness import (
     liveness_of_all,
     step_liveness,
 )
-from jaxpp.options import HOSTS, Options, more_hosts
+from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.place import Placement
 from jaxpp.runtime.processes.here import is_here
@@ -422,18 +422,20 @@ def _step_trials(engine: Engine, batch: Batch) -> Iterator[_Trial]:
 def _host_trials(now: Options, batch: Batch) -> Iterator[_Trial]:
     """More of the state in host memory; then more stages on each rank too, so that each visit brings less."""
     ranks, stages, microbatches = now.schedule.num_ranks, now.schedule.num_stages, now.schedule.num_microbatches
-    with contextlib.suppress(JaxppError):  # the state cannot wait
-        for host in more_hosts(now.host):
-            yield _Trial(_HOST, f'host="{host}"', now.with_host(host), batch)
-        last = now.with_host(HOSTS[-1])
-        for way, remat in _FEWEST.items():
-            again = _remat(remat, stages, now.devices[0].platform)
-            yield _Trial(_HOST, f'host="{HOSTS[-1]}", remat={way}', dataclasses.replace(last, **again), batch)
-        for per_rank in (each for each in _STAGES_PER_RANK if each * ranks > stages):
+    hosted, platform = now.hosted(), now.devices[0].platform
+    for options in hosted:
+        yield _Trial(_HOST, f'host="{options.host}"', options, batch)
+    last = hosted[-1] if hosted else now
+    if last.host is None:
+        return  # the state cannot wait
+    for way, remat in _FEWEST.items():
+        yield _Trial(_HOST, f'host="{last.host}", remat={way}', dataclasses.replace(last, **_remat(remat, stages, platform)), batch)
+    for per_rank in (each for each in _STAGES_PER_RANK if each * ranks > stages):
+        with contextlib.suppress(JaxppError):  # there is no such schedule
             order = make("looped-bfs", num_ranks=ranks, num_microbatches=microbatches, stages_per_rank=per_rank)
-            words = f'"looped-bfs" with stages_per_rank={per_rank}, host="{HOSTS[-1]}", remat="recompute"'
-            again = _remat("recompute", order.num_stages, now.devices[0].platform)
-            options = dataclasses.replace(last, schedule=order, cuts=None, **again)
+            words = f'"looped-bfs" with stages_per_rank={per_rank}, host="{last.host}", remat="recompute"'
+            fewest = _remat("recompute", order.num_stages, platform)
+            options = dataclasses.replace(last, schedule=order, cuts=None, **fewest)
             yield _Trial(_HOST, f"{_stages(now, order.num_stages)} in {words}", options, batch)
 
 
