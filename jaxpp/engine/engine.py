@@ -4,31 +4,34 @@ An engine (``open_engine``, once shapes are known) speaks in ``Leaves``; its fac
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 import optax
 
 from jaxpp.engine.compared import step_texts
-from jaxpp.engine.layout import Layout, Placed, Preparer, lay_out, place_leaves, with_previous
+from jaxpp.engine.layout import Layout, Placed, Preparer, lay_out, place_leaves
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.made_to_measure import made_for
-from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves, with_reports
+from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves
 from jaxpp.engine.tail import Tail
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes, shapes_key
 from jaxpp.errors import StateError
 from jaxpp.optim.update import Update, add_update, flat
 from jaxpp.options import Options
-from jaxpp.plan.builder import CALLER, Builder, Name
-from jaxpp.plan.flow import in_flow
+from jaxpp.plan.builder import CALLER, Builder, LineList, Name, here
 from jaxpp.plan.lower import INIT_KEY, add_gradients, add_wait, add_zero_gradients, forward_actions, lower, lower_init
+from jaxpp.plan.passes.donate import donate, let_go
+from jaxpp.plan.passes.flow import in_flow, with_previous
+from jaxpp.plan.passes.offload import offload, without_needless
+from jaxpp.plan.passes.transform import Pass, transform
+from jaxpp.plan.passes.visits import early, visit
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Leaves, Step, state_name, total_name
-from jaxpp.plan.visits import Visits, early, here
-from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
+from jaxpp.runtime.bind import Bound, bind_lines, compile_plan, report
 from jaxpp.runtime.compile import Programs, trace_context
 from jaxpp.runtime.debug_nans import NanCheck, flags
 from jaxpp.runtime.edges import HOST_MEMORY, at_replica, put, put_at, split_over_replicas, to_homes, unaliased
@@ -38,6 +41,7 @@ from jaxpp.runtime.place import Place, Placement
 from jaxpp.runtime.processes.channel import Agreement, agreement, transfers
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.offload import Offloaded
 from jaxpp.schedule.registry import AUTO, with_microbatches
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.floating import has_gradient
@@ -237,33 +241,56 @@ class Engine:
 
     def make_params(self, graph: Graph, key: Key, wanted: Leaves[Name]) -> Leaves[Array]:
         """Make the leaves that the traced init returns, which are called ``wanted``, each on its owner."""
-        builder = lower_init(graph, [INIT_KEY], list(map(here, wanted.flat())))
-        return wanted.fill(self._run_once(builder, [INIT_KEY], wanted.flat(), [key]))
+        made = list(map(here, wanted.flat()))
+        return wanted.fill(self._run_once(lower_init(graph, [INIT_KEY], made), [INIT_KEY], made, [key]))
 
     def make_opt_state(self, params: Sequence[Array]) -> list[Array]:
         """Make the optimizer state of all parameters, shared and own, each leaf on its owner."""
-        given, made = self.placed.names.all_params, self.placed.names.all_opt
-        builder = lower_init(self.update.init_graph, list(map(here, given)), list(map(here, made)), "init_optimizer")
+        names = self.placed.names_on_devices
+        given, made = names.all_params, names.all_opt
+        builder = lower_init(self.update.init_graph, given, made, "init_optimizer")
         return self._run_once(builder, given, made, params)
 
     def _run_once(
         self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name], arguments: Sequence[Array]
     ) -> list[Array]:
-        builder, outputs = self.visited(builder, inputs, list(map(here, outputs)))
-        bound, leaves = bind_lines(builder, self.placement), self.placed.shapes_by_role
-        plan, _ = compile_plan(bound, self.programs, self.preparer.groups, inputs, outputs, leaves=leaves)
+        bound = self.bind(builder.finish(inputs, outputs))
+        plan, _ = compile_plan(bound, self.programs, self.preparer.groups, leaves=self.placed.shapes_by_role)
         return execute(plan, arguments)
 
-    def visited(
-        self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name], *, consumes: bool = False
-    ) -> tuple[Builder, list[Name]]:
-        """The lines with copies of what waits in host memory, and what the outputs are then called."""
-        if not self.options.waiting:
-            return builder, list(outputs)
-        let_go = _delete if consumes else None
-        visits = Visits(builder, self.placement.places, self.options.waiting, self.placed.numbers, inputs, outputs, let_go)
-        made, copies = visits.run()
-        return made, [copies.get(name, name) for name in outputs]
+    def bind(
+        self,
+        draft: LineList,
+        gives: Collection[Name] = (),
+        told: Collection[Name] = (),
+        *,
+        offloaded: Sequence[Offloaded] = (),
+        by_stage: bool = False,
+        flowing: Pass | None = None,
+    ) -> Bound:
+        """Lines over names as lines with places: all passes, in their order.
+
+        Args:
+            draft: lines in which everything is on devices.
+            gives: the arguments that the caller does not read again.
+            told: the results that every process is told.
+            offloaded: the residuals that wait in host memory.
+            by_stage: whether a stage is updated as soon as its gradients are complete.
+            flowing: what divides them for the next step to begin before they end.
+        """
+        placement, waiting = self.placement, self.options.waiting
+        passes: list[tuple[object, Pass | None]] = [
+            (offloaded, partial(offload, offloaded=offloaded, order=self.options.schedule.order)),
+            (told and not self.alone, partial(report, placement=placement, told=told)),
+            (by_stage, early),
+            (waiting, partial(visit, places=placement.places, roles=waiting, stays=self.placed.numbers)),
+            (waiting, partial(let_go, gives=gives, delete=_delete)),
+            (True, partial(bind_lines, placement=placement)),
+            (True, without_needless),
+            (not any(flags()), partial(donate, gives=gives)),  # what made a NaN runs again, on the same arguments
+            (flowing, flowing),
+        ]
+        return cast("Bound", transform(draft, [one for wanted, one in passes if wanted and one]))
 
     def make_loss_scale(self) -> list[Array]:
         """Make the loss scale, on its owner."""
@@ -315,8 +342,7 @@ class Engine:
         what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
         checked = NanCheck(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
         options = {"leaves": self.placed.shapes_by_role, "watched": watched, "check": checked, "what": what}
-        names = lowered.inputs, lowered.outputs
-        plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, *names, **options)
+        plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, **options)
         return plan, dataclasses.replace(lowered, bound=bound)
 
     @property
@@ -352,26 +378,27 @@ class Engine:
             step = self.preparer.step(batch, key, loss_fn=loss_fn, train=train)
             forwards = forward_actions(schedule.num_stages, len(step.sizes), visits=step.visits)
             actions = schedule.order if train else forwards
-            pairs = schedule.pairs if fused else {}
-            made = step, lower(step, actions, offloaded=self.options.offloaded if train else (), pairs=pairs)
+            made = step, lower(step, actions, pairs=schedule.pairs if fused else {})
             kept = self._keep(shape, lambda kept: kept.steps.update({(train, fused): made}))
         step, lines = kept.steps[train, fused]
         builder = lines.copy()
-        found = self._results(purpose, builder, step, donate=donate)
-        inputs = _read_by(purpose, self.placed.names).flat()
-        inputs += step.given
-        inputs += [] if key is None else [Name(CALLER, Ref(Role.KEY))]
-        if step.visits:
-            builder.lines = early(builder.lines)
-        flat, tree = jax.tree.flatten(found, is_leaf=lambda value: isinstance(value, Name))
-        flat = list(map(builder.first, flat))
-        consumes = purpose == "update" and donate and not any(flags()) and not calls_host(self.update.graph.eqns)
-        builder, flat = self.visited(builder, inputs, flat, consumes=consumes)
-        bound = bind_lines(builder, self.placement)
-        lowered = LoweredStep(bound, step, inputs, tree.unflatten(map(bound.resolve, flat)))
-        return self._in_flow(lowered) if purpose == "update" and self.options.delay and donate else lowered
+        results, tree = jax.tree.flatten(self._results(purpose, builder, step), is_leaf=lambda value: isinstance(value, Name))
+        given = _read_by(purpose, self.placed.names_on_devices)
+        inputs = [*given.flat(), *step.given, *([] if key is None else [Name(CALLER, Ref(Role.KEY))])]
+        donate = donate and purpose == "update" and not any(flags()) and not calls_host(self.update.graph.eqns)
+        gives = given._replace(model_state=(), loss_scale=()).flat() if donate else []
+        flows = donate and self.options.delay and not (step.calls_host or self.options.offloaded or self._limit is not None)
+        bound = self.bind(
+            builder.finish(inputs, results),
+            gives,
+            _told(tree.unflatten(results)),
+            offloaded=self.options.offloaded if train else (),
+            by_stage=step.visits,
+            flowing=partial(self._in_flow, tree=tree) if flows else None,
+        )
+        return LoweredStep(bound, step, tree)
 
-    def _results(self, purpose: Purpose, builder: Builder, step: Step, *, donate: bool) -> Outcome[Name]:
+    def _results(self, purpose: Purpose, builder: Builder, step: Step) -> Outcome[Name]:
         """What the results of a step are called; adds the lines that make them of its gradients."""
         names = self.placed.names_on_devices
         loss = total_name(step.loss_stage, Role.LOSS) if self.options.is_loss else None
@@ -381,31 +408,22 @@ class Engine:
         ]
         if purpose == "update":
             builder.lines = with_previous(builder.lines, self.placed.stale)
-            found = self._add_update(builder, step, found, states, donate=donate)
-        elif purpose == "grads":
+            return self._add_update(builder, step, found, states)
+        if purpose == "grads":
             add_gradients(builder, step)
             owners = zip(self.owner, step.params, strict=True)
             grads = [total_name(stage, Role.GRAD, leaf) for leaf, (stage, shape) in enumerate(owners) if has_gradient(shape)]
-            found = found._replace(grads=grads, model_state=states)
-        else:
-            found = found._replace(model_state=states)
-        return with_reports(found, partial(add_reports, builder, self.placement)) if jax.process_count() > 1 else found
+            found = found._replace(grads=grads)
+        return found._replace(model_state=states)
 
-    def _in_flow(self, lowered: LoweredStep) -> LoweredStep:
-        """The step with its lines as body and tail, if the next one can begin before it ends."""
-        bound, found = lowered.bound, lowered.results
-        seen = any(flags()) or lowered.step.calls_host or calls_host(self.update.graph.eqns)  # by the host, which waits for it
-        if seen or self.options.offloaded or self._limit is not None:
-            return lowered
+    def _in_flow(self, lines: LineList, tree: Tree) -> LineList:
+        """The lines of a step as body and tail, if the next one can begin before it ends."""
+        found: Outcome[Name] = tree.unflatten(lines.outputs)
         state = dict(zip(self.placed.names.flat(), found.state.flat(), strict=True))
-        wanted = [found.loss, *found.aux, *found.state.model_state]
-        schedule = self.options.schedule
-        lines, flow = in_flow(bound.lines, self.placement.places, schedule, state, wanted)
-        return dataclasses.replace(lowered, bound=dataclasses.replace(bound, lines=tuple(lines)), flow=flow)
+        told = [found.loss, *found.aux, *found.state.model_state]
+        return in_flow(lines, self.placement.places, self.options.schedule, state, told)
 
-    def _add_update(
-        self, builder: Builder, step: Step, found: Outcome[Name], states: Sequence[Name], *, donate: bool
-    ) -> Outcome[Name]:
+    def _add_update(self, builder: Builder, step: Step, found: Outcome[Name], states: Sequence[Name]) -> Outcome[Name]:
         update, names, packed = self.update, self.placed.names_on_devices, step.packed_sums
         add_zero_gradients(builder, step, [leaf for leaf in range(len(self.owner)) if leaf not in self.layout.frozen])
         if step.calls_host:
@@ -424,7 +442,6 @@ class Engine:
             self.placement.own,
             apart=self.layout.parts != self.layout.specs,
             before_last=dict(zip(self.placed.stale, names.previous, strict=True)),
-            donate=donate and not calls,
         )
         if calls:
             add_wait(builder, "the optimizer", flat(made))
@@ -483,23 +500,23 @@ class Engine:
             the rest of the step; None where steps do not flow.
         """
         plan, lowered = self.plan("update", batch, key, watched=watched)
-        if lowered.flow is None:
+        if lowered.bound.flow is None:
             return None
         leaves = given.first.state if isinstance(given, Tail) else given
         slots = first_slots(plan, self._arguments(lowered, "update", leaves, batch, key))
         if isinstance(given, Tail):
             hold()
-            before = given.beside(plan, lowered.flow, slots, observer)
+            before = given.beside(plan, lowered.bound.flow, slots, observer)
             for slot, known, value in zip(plan.inputs, leaves.flat(), before.state.flat()):  # noqa: B905  (the batch comes behind)
                 if known is None:
                     slots[slot] = value
         else:
             try:
-                dispatch([(slots, plan.instructions[: lowered.flow.body])], observer)
+                dispatch([(slots, plan.instructions[: lowered.bound.flow.body])], observer)
             except BaseException:
                 slots.clear()  # as in ``execute``
                 raise
-        return Tail(self, plan, lowered, lowered.flow, slots)
+        return Tail(self, plan, lowered, lowered.bound.flow, slots)
 
     def _arguments(
         self, lowered: LoweredStep, purpose: Purpose, leaves: Leaves[Array], batch: Batch, key: Key | None
@@ -559,6 +576,11 @@ def _let_go(old: Leaves[Array], new: Leaves[Array]) -> None:
     for leaf in old.flat() if new.flat() else ():
         if leaf.sharding.memory_kind == HOST_MEMORY and id(leaf) not in kept:
             leaf.delete()
+
+
+def _told(results: Outcome[Name]) -> frozenset[Name]:
+    """The results that every process is told."""
+    return frozenset(name for name in (results.loss, results.grad_norm, results.finite, *results.aux) if name is not None)
 
 
 def _read_by(purpose: Purpose, leaves: Leaves[_T]) -> Leaves[_T]:

@@ -25,10 +25,10 @@ from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gra
 from jaxpp.optim.trains import kept_leaves, part_of, untrained_leaves
 from jaxpp.optim.update import Update, opt_name
 from jaxpp.options import Options
-from jaxpp.plan.builder import CALLER, Constant, Line, Name
+from jaxpp.plan.builder import CALLER, Constant, Name, waiting
 from jaxpp.plan.microbatch_weights import given_weights, weigh
+from jaxpp.plan.passes.flow import as_previous
 from jaxpp.plan.step import Leaves, Step, given_names, param_name, state_name
-from jaxpp.plan.visits import waiting
 from jaxpp.runtime.compile import Programs, trace_context
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
 from jaxpp.runtime.place import Placement, undivided_warnings
@@ -518,7 +518,7 @@ class Placed:
         states = [state_name(stage, leaf, shared=shared) for leaf, stage in enumerate(layout.state_owner)]
         num_own_opts = update.tree.children()[1].num_leaves if update and isinstance(layout.params, Joint) else 0
         a, b = layout.num_shared, len(opts) - num_own_opts
-        scales, previous = list(update.scales) if update else [], [_as_previous(params[leaf]) for leaf in self.stale]
+        scales, previous = list(update.scales) if update else [], [as_previous(params[leaf]) for leaf in self.stale]
         return Leaves(params[:a], params[a:], opts[:b], opts[b:], states, scales, previous)
 
     @cached_property
@@ -569,19 +569,6 @@ def place_leaves(options: Options, optimizer: optax.GradientTransformation | Non
         own |= {(Role.OPT, leaves[0] + k) for k in range(leaves[1])}
     known |= {"opt_specs": specs, "own": frozenset(own if replicated else ())}
     return Placed(layout, options.placement, known, update, scales, options.waiting, options.delay, trace_context())
-
-
-def with_previous(lines: Sequence[Line], stale: Collection[int]) -> list[Line]:
-    """Lines that read these parameters as they were before the last step."""
-
-    def of(names: Sequence[Name]) -> tuple[Name, ...]:
-        return tuple(_as_previous(name) if name.ref.role == Role.PARAM and name.ref.index in stale else name for name in names)
-
-    return [replace(line, inputs=of(line.inputs), outputs=of(line.outputs)) for line in lines]
-
-
-def _as_previous(name: Name) -> Name:
-    return name._replace(ref=replace(name.ref, role=Role.PREVIOUS))
 
 
 class Preparer:

@@ -131,17 +131,16 @@ def add_update(  # noqa: PLR0913  (what an update reads)
     packed: _Packed,
     own: _Own,
     *,
-    donate: bool,
     apart: bool,
     before_last: Mapping[int, Name],
 ) -> UpdateResults[Name]:
     """Add the update to a step that has its gradients; ``states`` are those of the new model state, ``before`` of the old one.
 
-    ``apart``: replicas divide what they do not have of their own, which programs of its own then update. New parameters take over
-    the buffers of the old ones; those of which the state has the values ``before_last`` step too, the buffers of these.
+    ``apart``: replicas divide what they do not have of their own, which programs of its own then update. New parameters may take
+    over the buffers of the old ones; those of which the state has the values ``before_last`` step too, the buffers of these.
     """
     names = update.names(loss, params, before, states)
-    return _Writer(builder, update, names, packed, own, before_last, donate=donate, apart=apart).run()
+    return _Writer(builder, update, names, packed, own, before_last, apart=apart).run()
 
 
 class _Part(NamedTuple):
@@ -163,14 +162,13 @@ class _Writer:
         own: _Own,
         before_last: Mapping[int, Name],
         *,
-        donate: bool,
         apart: bool,
     ):
-        self.builder, self.update, self.donate, self.apart = builder, update, donate, apart
+        self.builder, self.update, self.apart = builder, update, apart
         graph, inputs = update.graph, UpdateInputs(*refilled(names, update.graph.inputs))
         self.source: dict[Var, Name] = dict(zip(graph.inputs, flat(names), strict=True))
         self.old: list[Var] = [*inputs.params, *inputs.opt]  # the results begin with the new versions of these
-        self.replaced: list[Name] = [before_last.get(k, self.source[var]) for k, var in enumerate(self.old)]
+        self.before_last = before_last
         self.stages = flat(update.result_stages)
         self.own = descendants(graph, [var for var, name in self.source.items() if (name.ref.role, name.ref.index) in own])
         self.parts = [
@@ -245,8 +243,9 @@ class _Writer:
         results = [graph.outputs[k] for k in mine]
         inputs = [var for var in piece.inputs if var not in graph.constants]
         held = [self._hold(stage, var) for var in inputs]
-        donated = self._donated(part, mine)
-        names_in = list(dict.fromkeys([*donated, *(name for name, _ in held)]))
+        shapes = {name: self.vectors.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
+        replaced = dict(self._replaced(stage, mine, shapes))
+        names_in = list(dict.fromkeys([*replaced, *shapes]))  # any other order of these than the results' would cost copies
         packs = self._packs(part)
         returned = [var for var in piece.outputs if aval_of(var).shape or stage in self._readers(var)]
         run = closed_function(graph, piece, inputs, [*results, *piece.outputs])
@@ -265,15 +264,14 @@ class _Writer:
         fresh = [self._fresh(stage, *atoms) for atoms in (*((var,) for var in returned), *packs.values())]
         names_out = [*(self._new(stage, k) for k in mine), *fresh]
         self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
-        shapes = {self.replaced[k]: self.old[k] for k in mine if k < len(self.old)}
-        shapes |= {name: self.vectors.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
+        shapes |= replaced
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
         called = f"stage_{stage}_update" + f"_{level}" * (level > 0) + "_own" * apart
         avals = shapes_of(shapes[name] for name in names_in)
         made = Program(comparable, *refs, avals, name=called, lean=sum(map(count_bytes, avals)) > _LARGE)
-        program = self.update.programs.setdefault((part, self.donate, *refs), made)  # the first one stays, for it is compiled
+        program = self.update.programs.setdefault((part, *refs), made)  # the first one stays, for it is compiled
         label = f"update stage {stage}" + f", part {level + 1}" * (level > 0) + ", of each replica" * apart
-        self.builder.compute(label, program, stage, names_in, names_out, tuple(range(len(donated))))
+        self.builder.compute(label, program, stage, names_in, names_out)
         for (peer, dtype), group, name in zip(packs, packs.values(), names_out[len(results) + len(returned) :], strict=True):
             self._deliver(peer, group, name, jax.ShapeDtypeStruct((len(group),), dtype))
         return names_out[: len(results)]
@@ -309,13 +307,10 @@ class _Writer:
             self.held[stage, var] = self.arrived[stage, source], part
         return self.held[stage, var]
 
-    def _donated(self, part: UpdatePart, mine: Sequence[int]) -> list[Name]:
-        """The old versions of this program's results that nobody reads later; any other order than the results' costs copies."""
-        donated = []
-        for k in [k for k in mine if self.donate and k < len(self.old)]:
-            var, name = self.old[k], self.replaced[k]
-            readers = [part] if name != self.source[var] else self.readers.get(var, ())
-            alone = all(reader.stage == part.stage for reader in readers) and name.stage == part.stage
-            if alone and readers and max(readers) == part:
-                donated.append(name)
-        return donated
+    def _replaced(self, stage: int, mine: Sequence[int], reads: Collection[Name]) -> Iterator[tuple[Name, Var]]:
+        """What the results of a program are the next versions of: what it reads, and the parameters before the last step."""
+        for k in [k for k in mine if k < len(self.old)]:
+            var = self.old[k]
+            name = self.before_last.get(k, self.source[var])
+            if name.stage == stage and (k in self.before_last or name in reads):
+                yield name, var

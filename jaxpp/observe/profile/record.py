@@ -30,8 +30,7 @@ from jaxpp.observe.memory.liveness import Gathered, Life, Liveness, liveness_in_
 from jaxpp.observe.profile.profile import Clock, Profile, RingPass
 from jaxpp.observe.profile.spans import Span, Stamp, beginning, durations_of, isolated_spans, traced_spans, watched_spans
 from jaxpp.observe.profile.trace import STEP, DamagedTraceError, Run, TraceError, matched, read_runs
-from jaxpp.plan.builder import CALLER, Name
-from jaxpp.plan.flow import Flow
+from jaxpp.plan.builder import CALLER, Flow, Name
 from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.bind import Bound, BoundLine
