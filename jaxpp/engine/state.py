@@ -27,8 +27,7 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import wrong_leaves
 from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, on_host, whole_shape
-from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables import html_remarks, html_table, table_lines
+from jaxpp.tables import bytes_in_words, html_remarks, html_table, table_lines
 from jaxpp.targets import compiles_only, device_name
 from jaxpp.types import Array, Aval, Device, Home, Leaf, Params, Tree
 
