@@ -330,9 +330,11 @@ def checkpoint_like(eqn: JaxprEqn) -> Checkpoint:
     return lambda function: jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
-def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[jax.Array]]] | None:
-    """The branches of a ``lax.cond`` or ``lax.switch`` as functions of all operands but the first; None for anything else."""
-    return [jaxpr_as_fun(branch) for branch in eqn.params["branches"]] if kind_of(eqn) == "cond" else None
+class Call(NamedTuple):
+    """A call of a function."""
+
+    body: ClosedJaxpr
+    reads: tuple[int, ...] | None = None  # the numbers of the operands that it is given; None: of all
 
 
 class Scan(NamedTuple):
@@ -345,6 +347,57 @@ class Scan(NamedTuple):
     length: int
     reverse: bool  # whether the last iteration runs first
     unroll: int | bool  # as ``lax.scan`` takes it
+
+    def split(self, operands: Sequence[_T]) -> tuple[list[_T], list[_T], list[_T]]:
+        """The constants, what is carried, and what the loop runs over."""
+        fixed, before = self.num_fixed, self.num_before
+        return list(operands[:fixed]), list(operands[fixed:before]), list(operands[before:])
+
+
+class While(NamedTuple):
+    """A ``lax.while_loop``."""
+
+    test: ClosedJaxpr
+    body: ClosedJaxpr
+    num_tested: int  # operands that only the test reads
+    num_fixed: int  # and then those that the body reads, before what is carried
+
+    def split(self, operands: Sequence[_T]) -> tuple[list[_T], list[_T], list[_T]]:
+        """The constants of the test, those of the body, and what is carried."""
+        tested, before = self.num_tested, self.num_tested + self.num_fixed
+        return list(operands[:tested]), list(operands[tested:before]), list(operands[before:])
+
+
+class Cond(NamedTuple):
+    """A ``lax.cond`` or ``lax.switch``: its branches are functions of all operands but the first, which chooses."""
+
+    branches: tuple[ClosedJaxpr, ...]
+
+
+Inner = Call | Scan | While | Cond
+
+
+def inner_of(eqn: JaxprEqn, kinds: Collection[str]) -> Inner | None:
+    """The call, loop or choice that an equation is; None if its kind is none of ``kinds``, or its form is not known here."""
+    kind = kind_of(eqn)
+    if kind not in kinds:
+        return None
+    if kind == "scan":
+        return scan_of(eqn)
+    try:
+        if kind == "while":
+            names = ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts")
+            return While(*(eqn.params[name] for name in names))
+        if kind == "cond":
+            return Cond(tuple(eqn.params["branches"]))
+        if kind == "custom_linear_solve":
+            lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+            before = lengths.matvec + lengths.vecmat
+            return Call(solve, (*range(before, before + lengths.solve), *range(sum(lengths), len(eqn.invars))))
+    except KeyError:  # another version of JAX has other parameters
+        return None
+    body = called(eqn, kinds)
+    return None if body is None else Call(body)
 
 
 def scan_of(eqn: JaxprEqn) -> Scan | None:
@@ -360,6 +413,12 @@ def scan_of(eqn: JaxprEqn) -> Scan | None:
     before, carry = (sum(whole == inside for whole, inside in shapes) for shapes in (pairs, results))
     params = eqn.params
     return Scan(body, before, before - carry, carry, params["length"], params["reverse"], params["unroll"])
+
+
+def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[jax.Array]]] | None:
+    """The branches of a ``lax.cond`` or ``lax.switch`` as functions of all operands but the first; None for anything else."""
+    choice = inner_of(eqn, {"cond"})
+    return list(map(jaxpr_as_fun, choice.branches)) if isinstance(choice, Cond) else None
 
 
 def length_of(eqn: JaxprEqn) -> int | None:

@@ -759,7 +759,7 @@ def test_an_error_of_our_own_is_an_error(monkeypatch):
     def broken(*_):
         raise KeyError("ours")
 
-    monkeypatch.setattr(example_axis._Follower, "_results", broken)
+    monkeypatch.setattr(example_axis._Follower, "results", broken)
     with pytest.raises(KeyError, match="ours"):
         merged(MEANS["a mean"])
 

@@ -1,0 +1,169 @@
+"""One walk over the equations of a traced function, for everything that follows values through it.
+
+An *interpreter* has a value for each variable: what is known of it, how it is divided, or what stands for it in a copy. It takes
+the equations in their order, reads the values of the operands, and asks for those of the results: a rule of its table, if there is
+one for the kind of equation, or ``otherwise``. Equations that run functions inside them (calls, loops, branches; the form of each
+is in ``jaxpr.py``) are entered here, once for all interpreters: each says which kinds it enters, and what it knows of a value that
+is one or the other (``either``), of a row of a value (``row``), and of one that is made of such rows (``stacked``).
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from jax.extend.core import ClosedJaxpr, Literal
+
+from jaxpp.stages.jaxpr import CALLS, CHECKPOINTS, CUSTOM_RULES, Call, Cond, Inner, Scan, While, inner_of
+from jaxpp.types import Leaf
+
+_V = TypeVar("_V")
+_T = TypeVar("_T")
+
+
+class Body(NamedTuple):
+    """A function that is entered; its variables and equations are JAX's, or what an interpreter has in their place."""
+
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    eqns: Iterable[Any]
+    constants: Iterable[tuple[Any, Leaf]] = ()  # each with its variable
+
+
+class Interpreter(Generic[_V]):
+    """Follows equations; a subclass says what its values are."""
+
+    enters: frozenset[str] = CALLS | CHECKPOINTS | CUSTOM_RULES  # the kinds of equations whose functions are followed
+    rounds = sys.maxsize  # how often a loop is followed, at most, until what it carries stays the same
+
+    def __init__(self) -> None:
+        self.values: dict[Any, _V] = {}
+
+    def read(self, atom: Any) -> _V:
+        """The value of a variable or a number."""
+        return self.number(atom) if isinstance(atom, Literal) else self.values[atom]
+
+    def walk(self, eqns: Iterable[Any]) -> None:
+        """Follow equations, in their order."""
+        for eqn in eqns:
+            self.step(eqn)
+
+    def step(self, eqn: Any) -> None:
+        """Follow one equation."""
+        results = self.results(eqn, list(map(self.read, eqn.invars)))
+        self.values.update(zip(eqn.outvars, results, strict=True))
+
+    def results(self, eqn: Any, values: list[_V]) -> Sequence[_V]:
+        """The values of the results of an equation, of those of its operands."""
+        inner = self.inner(eqn)
+        if isinstance(inner, Scan):
+            return self.scanned(eqn, inner, values)
+        if isinstance(inner, While):
+            return self.looped(eqn, inner, values)
+        if isinstance(inner, Cond):
+            return self.chosen(eqn, inner, values)
+        if isinstance(inner, Call):
+            return self.call(inner.body, values if inner.reads is None else [values[k] for k in inner.reads])
+        return self.plain(eqn, values)
+
+    def inner(self, eqn: Any) -> Inner | None:
+        """The functions inside an equation that are followed; None if there are none."""
+        return inner_of(eqn, self.enters)
+
+    # ---------------------------------------------------------------------------------------------- what a subclass knows
+
+    def number(self, atom: Literal) -> _V:
+        """The value of a number in an equation."""
+        raise NotImplementedError
+
+    def constant(self, var: Any, value: Leaf) -> _V:
+        """The value of an array that a function closed over."""
+        raise NotImplementedError
+
+    def plain(self, eqn: Any, values: list[_V]) -> Sequence[_V]:
+        """The values of the results of an equation into which the walk does not go."""
+        raise NotImplementedError
+
+    def either(self, a: _V, b: _V) -> _V:
+        """The value of what is one or the other, as after a branch or in another iteration."""
+        raise NotImplementedError
+
+    def row(self, value: _V) -> _V:
+        """The value of a row of what a loop runs over."""
+        return value
+
+    def stacked(self, value: _V) -> _V:
+        """The value of what a loop makes of such rows."""
+        return value
+
+    def unsettled(self, value: _V) -> _V:
+        """The value of what a loop carries and has changed in as many rounds as there may be."""
+        return value
+
+    # ---------------------------------------------------------------------------------------- calls, loops and branches
+
+    def opened(self, body: Any) -> Body:
+        """What a function consists of."""
+        closed: ClosedJaxpr = body
+        jaxpr = closed.jaxpr
+        return Body(jaxpr.invars, jaxpr.outvars, jaxpr.eqns, zip(jaxpr.constvars, closed.consts, strict=True))
+
+    def call(self, body: Any, values: Sequence[_V]) -> list[_V]:
+        """The values of the results of a function, of those of its arguments."""
+        inputs, outputs, eqns, constants = self.opened(body)
+        self.values.update((var, self.constant(var, value)) for var, value in constants)
+        self.values.update(zip(inputs, values, strict=True))
+        self.walk(eqns)
+        return list(map(self.read, outputs))
+
+    def settled(self, run: Callable[[list[_V]], Sequence[_V]], carry: list[_V]) -> list[_V]:
+        """What a loop carries, whatever the iteration; ``run`` follows one."""
+        found = settled(run, carry, self.either, self.rounds)
+        return list(map(self.unsettled, found.carry)) if found.changes else found.carry
+
+    def scanned(self, eqn: Any, loop: Scan, values: list[_V]) -> Sequence[_V]:  # noqa: ARG002  (a subclass may ask)
+        """The values of what a ``lax.scan`` carries in the end, and of what its iterations make."""
+        fixed, carry, rows = loop.split(values)
+        rows = list(map(self.row, rows))
+
+        def run(carried: list[_V]) -> list[_V]:
+            return self.call(loop.body, [*fixed, *carried, *rows])
+
+        carry = self.settled(lambda carried: run(carried)[: loop.num_carry], carry)
+        return [*carry, *map(self.stacked, run(carry)[loop.num_carry :])]
+
+    def looped(self, eqn: Any, loop: While, values: list[_V]) -> Sequence[_V]:
+        """The values of what a ``lax.while_loop`` carries in the end."""
+        tests, fixed, carry = loop.split(values)
+        carry = self.settled(lambda carried: self.call(loop.body, [*fixed, *carried]), carry)
+        (condition,) = self.call(loop.test, [*tests, *carry])
+        return self.decided(eqn, condition, carry)
+
+    def chosen(self, eqn: Any, choice: Cond, values: list[_V]) -> Sequence[_V]:
+        """The values of what the branches of a ``lax.cond`` or ``lax.switch`` return."""
+        found, *others = (self.call(branch, values[1:]) for branch in choice.branches)
+        for results in others:
+            found = list(map(self.either, found, results))
+        return self.decided(eqn, values[0], found)
+
+    def decided(self, eqn: Any, condition: _V, values: list[_V]) -> list[_V]:  # noqa: ARG002  (a subclass may ask)
+        """These values where a condition has a say in which they are."""
+        return values
+
+
+class Settled(NamedTuple, Generic[_T]):
+    """What a loop carries."""
+
+    carry: list[_T]
+    changes: bool  # whether it still did in the last round
+
+
+def settled(
+    run: Callable[[list[_T]], Sequence[_T]], carry: list[_T], either: Callable[[_T, _T], _T], rounds: int = sys.maxsize
+) -> Settled[_T]:
+    """What a loop carries, joined by ``either`` over iterations until one leaves all as it is."""
+    for _ in range(rounds):
+        after = list(map(either, carry, run(carry)))
+        if after == carry:
+            return Settled(carry, changes=False)
+        carry = after
+    return Settled(carry, changes=True)
