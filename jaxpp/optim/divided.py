@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.interpreter import Interpreter, settled
+from jaxpp.stages.interpreter import Interpreter, until_settled
 from jaxpp.stages.jaxpr import (
     ELEMENTWISE,
     Atom,
@@ -371,7 +371,7 @@ def _scan(loop: Scan, divided: _Alongs) -> _Way:
     if any(along and along.axis == 0 for along in rows):
         raise _MixedError("scan")
     inside = [along and along.on(along.axis - 1) for along in rows]
-    carry = settled(
+    carry = until_settled(
         lambda carried: _followed(loop.body, [*fixed, *carried, *inside])[: loop.num_carry], carry, lambda old, new: old or new
     ).carry
     reads = [*fixed, *carry, *inside]

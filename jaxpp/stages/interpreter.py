@@ -13,20 +13,21 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jaxpp.stages.jaxpr import CALLS, CHECKPOINTS, CUSTOM_RULES, Call, Cond, Inner, Scan, While, inner_of
+from jaxpp.stages.jaxpr import CALLS, CHECKPOINTS, CUSTOM_RULES, Cond, FunctionCall, Inner, Scan, While, inner_of
 from jaxpp.types import Leaf
 
 _V = TypeVar("_V")
 _T = TypeVar("_T")
+Variable = Equation = Function = Any  # JAX's variables, equations and jaxprs, or what an interpreter has in their place
 
 
 class Body(NamedTuple):
-    """A function that is entered; its variables and equations are JAX's, or what an interpreter has in their place."""
+    """What a function that is entered consists of."""
 
-    inputs: Sequence[Any]
-    outputs: Sequence[Any]
-    eqns: Iterable[Any]
-    constants: Iterable[tuple[Any, Leaf]] = ()  # each with its variable
+    inputs: Sequence[Variable]
+    outputs: Sequence[Variable]
+    eqns: Iterable[Equation]
+    constants: Iterable[tuple[Variable, Leaf]] = ()  # each with its variable
 
 
 class Interpreter(Generic[_V]):
@@ -36,23 +37,23 @@ class Interpreter(Generic[_V]):
     rounds = sys.maxsize  # how often a loop is followed, at most, until what it carries stays the same
 
     def __init__(self) -> None:
-        self.values: dict[Any, _V] = {}
+        self.values: dict[Variable, _V] = {}
 
-    def read(self, atom: Any) -> _V:
+    def read(self, atom: Variable) -> _V:
         """The value of a variable or a number."""
         return self.number(atom) if isinstance(atom, Literal) else self.values[atom]
 
-    def walk(self, eqns: Iterable[Any]) -> None:
+    def walk(self, eqns: Iterable[Equation]) -> None:
         """Follow equations, in their order."""
         for eqn in eqns:
             self.step(eqn)
 
-    def step(self, eqn: Any) -> None:
+    def step(self, eqn: Equation) -> None:
         """Follow one equation."""
         results = self.results(eqn, list(map(self.read, eqn.invars)))
         self.values.update(zip(eqn.outvars, results, strict=True))
 
-    def results(self, eqn: Any, values: list[_V]) -> Sequence[_V]:
+    def results(self, eqn: Equation, values: list[_V]) -> Sequence[_V]:
         """The values of the results of an equation, of those of its operands."""
         inner = self.inner(eqn)
         if isinstance(inner, Scan):
@@ -61,11 +62,11 @@ class Interpreter(Generic[_V]):
             return self.looped(eqn, inner, values)
         if isinstance(inner, Cond):
             return self.chosen(eqn, inner, values)
-        if isinstance(inner, Call):
+        if isinstance(inner, FunctionCall):
             return self.call(inner.body, values if inner.reads is None else [values[k] for k in inner.reads])
         return self.plain(eqn, values)
 
-    def inner(self, eqn: Any) -> Inner | None:
+    def inner(self, eqn: Equation) -> Inner | None:
         """The functions inside an equation that are followed; None if there are none."""
         return inner_of(eqn, self.enters)
 
@@ -75,11 +76,11 @@ class Interpreter(Generic[_V]):
         """The value of a number in an equation."""
         raise NotImplementedError
 
-    def constant(self, var: Any, value: Leaf) -> _V:
+    def constant(self, var: Variable, value: Leaf) -> _V:
         """The value of an array that a function closed over."""
         raise NotImplementedError
 
-    def plain(self, eqn: Any, values: list[_V]) -> Sequence[_V]:
+    def plain(self, eqn: Equation, values: list[_V]) -> Sequence[_V]:
         """The values of the results of an equation into which the walk does not go."""
         raise NotImplementedError
 
@@ -101,13 +102,13 @@ class Interpreter(Generic[_V]):
 
     # ---------------------------------------------------------------------------------------- calls, loops and branches
 
-    def opened(self, body: Any) -> Body:
+    def opened(self, body: Function) -> Body:
         """What a function consists of."""
         closed: ClosedJaxpr = body
         jaxpr = closed.jaxpr
         return Body(jaxpr.invars, jaxpr.outvars, jaxpr.eqns, zip(jaxpr.constvars, closed.consts, strict=True))
 
-    def call(self, body: Any, values: Sequence[_V]) -> list[_V]:
+    def call(self, body: Function, values: Sequence[_V]) -> list[_V]:
         """The values of the results of a function, of those of its arguments."""
         inputs, outputs, eqns, constants = self.opened(body)
         self.values.update((var, self.constant(var, value)) for var, value in constants)
@@ -117,10 +118,10 @@ class Interpreter(Generic[_V]):
 
     def settled(self, run: Callable[[list[_V]], Sequence[_V]], carry: list[_V]) -> list[_V]:
         """What a loop carries, whatever the iteration; ``run`` follows one."""
-        found = settled(run, carry, self.either, self.rounds)
+        found = until_settled(run, carry, self.either, self.rounds)
         return list(map(self.unsettled, found.carry)) if found.changes else found.carry
 
-    def scanned(self, eqn: Any, loop: Scan, values: list[_V]) -> Sequence[_V]:  # noqa: ARG002  (a subclass may ask)
+    def scanned(self, eqn: Equation, loop: Scan, values: list[_V]) -> Sequence[_V]:  # noqa: ARG002  (a subclass may ask)
         """The values of what a ``lax.scan`` carries in the end, and of what its iterations make."""
         fixed, carry, rows = loop.split(values)
         rows = list(map(self.row, rows))
@@ -131,21 +132,21 @@ class Interpreter(Generic[_V]):
         carry = self.settled(lambda carried: run(carried)[: loop.num_carry], carry)
         return [*carry, *map(self.stacked, run(carry)[loop.num_carry :])]
 
-    def looped(self, eqn: Any, loop: While, values: list[_V]) -> Sequence[_V]:
+    def looped(self, eqn: Equation, loop: While, values: list[_V]) -> Sequence[_V]:
         """The values of what a ``lax.while_loop`` carries in the end."""
         tests, fixed, carry = loop.split(values)
         carry = self.settled(lambda carried: self.call(loop.body, [*fixed, *carried]), carry)
         (condition,) = self.call(loop.test, [*tests, *carry])
         return self.decided(eqn, condition, carry)
 
-    def chosen(self, eqn: Any, choice: Cond, values: list[_V]) -> Sequence[_V]:
+    def chosen(self, eqn: Equation, choice: Cond, values: list[_V]) -> Sequence[_V]:
         """The values of what the branches of a ``lax.cond`` or ``lax.switch`` return."""
         found, *others = (self.call(branch, values[1:]) for branch in choice.branches)
         for results in others:
             found = list(map(self.either, found, results))
         return self.decided(eqn, values[0], found)
 
-    def decided(self, eqn: Any, condition: _V, values: list[_V]) -> list[_V]:  # noqa: ARG002  (a subclass may ask)
+    def decided(self, eqn: Equation, condition: _V, values: list[_V]) -> list[_V]:  # noqa: ARG002  (a subclass may ask)
         """These values where a condition has a say in which they are."""
         return values
 
@@ -157,7 +158,7 @@ class Settled(NamedTuple, Generic[_T]):
     changes: bool  # whether it still did in the last round
 
 
-def settled(
+def until_settled(
     run: Callable[[list[_T]], Sequence[_T]], carry: list[_T], either: Callable[[_T, _T], _T], rounds: int = sys.maxsize
 ) -> Settled[_T]:
     """What a loop carries, joined by ``either`` over iterations until one leaves all as it is."""

@@ -330,7 +330,7 @@ def checkpoint_like(eqn: JaxprEqn) -> Checkpoint:
     return lambda function: jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A call of a function."""
 
     body: ClosedJaxpr
@@ -374,7 +374,7 @@ class Cond(NamedTuple):
     branches: tuple[ClosedJaxpr, ...]
 
 
-Inner = Call | Scan | While | Cond
+Inner = FunctionCall | Scan | While | Cond
 
 
 def inner_of(eqn: JaxprEqn, kinds: Collection[str]) -> Inner | None:
@@ -393,11 +393,11 @@ def inner_of(eqn: JaxprEqn, kinds: Collection[str]) -> Inner | None:
         if kind == "custom_linear_solve":
             lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
             before = lengths.matvec + lengths.vecmat
-            return Call(solve, (*range(before, before + lengths.solve), *range(sum(lengths), len(eqn.invars))))
+            return FunctionCall(solve, (*range(before, before + lengths.solve), *range(sum(lengths), len(eqn.invars))))
     except KeyError:  # another version of JAX has other parameters
         return None
     body = called(eqn, kinds)
-    return None if body is None else Call(body)
+    return None if body is None else FunctionCall(body)
 
 
 def scan_of(eqn: JaxprEqn) -> Scan | None:

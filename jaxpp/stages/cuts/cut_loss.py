@@ -246,14 +246,14 @@ def with_copies(loss: TracedLoss, cuts: Cuts, copies: tuple[StateCopy, ...]) -> 
         replaced.setdefault(stage, {})[loss.state[leaf]] = loss.state[count + number]
     moving = descendants(graph, [loss.state[leaf] for leaf, _ in copies])
     rewriter = Rewriter()
-    for i, (eqn, name) in enumerate(zip(graph.eqns, graph.names, strict=True)):
+    for i, (eqn, rewriter.name) in enumerate(zip(graph.eqns, graph.names, strict=True)):
         stage = stage_of.get(i)
-        rewriter.emit(eqn if stage is None else _reading(eqn, replaced.get(stage, {})), name)
+        rewriter.emit(eqn if stage is None else _reading(eqn, replaced.get(stage, {})))
         if stage is None and not moving.isdisjoint(eqn.outvars):
             for own in replaced.values():
                 if not own.keys().isdisjoint(variables(eqn.invars)):
                     own.update((var, new_variable(var)) for var in eqn.outvars)
-                    rewriter.emit(_reading(eqn, own).replace(outvars=[own[var] for var in eqn.outvars]), name)
+                    rewriter.emit(_reading(eqn, own).replace(outvars=[own[var] for var in eqn.outvars]))
     outputs, first = list(graph.outputs), len(graph.outputs) - len(copies)
     for number, (leaf, stage) in enumerate(copies):
         if leaf not in loss.unchanged:

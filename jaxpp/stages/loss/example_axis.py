@@ -24,7 +24,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpp.stages.graph import Graph, ancestors
-from jaxpp.stages.interpreter import Body, Interpreter
+from jaxpp.stages.interpreter import Body, Function, Interpreter
 from jaxpp.stages.jaxpr import (
     CALLS,
     CHECKPOINTS,
@@ -1024,7 +1024,7 @@ class _Follower(Interpreter[Value]):
         turns = loop.length, length_of(eqn.other) or 0
         if turns[0] == turns[1]:
             return super().scanned(eqn, loop, values)
-        bodies: Any = loop.body
+        bodies: Function = loop.body
         fixed, carry, rest = loop.split(values)
         sums = _sums(bodies[0], range(loop.num_fixed, loop.num_before))
         kept = {k for k in range(loop.num_carry) if bodies[0].jaxpr.outvars[k] is bodies[0].jaxpr.invars[loop.num_fixed + k]}
