@@ -170,6 +170,20 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     return [body for body in bodies if isinstance(body, Jaxpr)]
 
 
+def all_equations(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """The equations, and after each those inside it: of bodies of loops, of branches, and of what is called."""
+    for eqn in eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from all_equations(inner.eqns)
+
+
+def work_of(eqn: JaxprEqn, of_body: Callable[[Jaxpr], float]) -> float | None:
+    """What an equation with functions inside it takes: as long as the longest branch, as often as a loop runs; None without any."""
+    inner, length = list(map(of_body, inner_jaxprs(eqn))), length_of(eqn)
+    return max(inner) * (1 if length is None else length) if inner else None
+
+
 def _changed_inside(jaxpr: Jaxpr, change: Callable[[JaxprEqn], JaxprEqn]) -> Jaxpr:
     """A jaxpr with each equation changed, or, of one that is not, those of its bodies; the same one if nothing is."""
     known: dict[Jaxpr, Jaxpr] = {}
@@ -311,17 +325,12 @@ def kept_on_device(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
         if policy is None:
             return eqn
         inner = {name: _changed_inside(value, changed) for name, value in eqn.params.items() if isinstance(value, Jaxpr)}
-        said = (policy(each.primitive, *map(aval_of, each.invars), **each.params) for each in _all_equations(eqn))
+        said = (
+            policy(each.primitive, *map(aval_of, each.invars), **each.params) for each in all_equations([eqn]) if each is not eqn
+        )
         return eqn.replace(params={**eqn.params, **inner, "policy": _OnDevice(policy)}) if any(map(_offloads, said)) else eqn
 
     return _changed_inside(_EMPTY.replace(eqns=list(eqns)), changed).eqns
-
-
-def _all_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    for inner in inner_jaxprs(eqn):
-        for each in inner.eqns:
-            yield each
-            yield from _all_equations(each)
 
 
 def checkpoint_like(eqn: JaxprEqn) -> Checkpoint:
@@ -601,13 +610,13 @@ def scatter_add_of(eqn: JaxprEqn) -> ScatterAdd | None:
 
 def multiplies(eqn: JaxprEqn) -> bool:
     """Whether an equation is a matrix product or a convolution, or has one inside."""
-    return kind_of(eqn) in _PRODUCTS or any(multiplies(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+    return any(kind_of(each) in _PRODUCTS for each in all_equations([eqn]))
 
 
 def has_kink(eqn: JaxprEqn) -> bool:
     """Whether an equation compares floating numbers, or has one inside that does: its result jumps where two are nearly equal."""
-    compares = kind_of(eqn) in _COMPARISONS and jnp.issubdtype(aval_of(eqn.invars[-1]).dtype, jnp.floating)
-    return compares or any(has_kink(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+    compared = (each for each in all_equations([eqn]) if kind_of(each) in _COMPARISONS)
+    return any(jnp.issubdtype(aval_of(each.invars[-1]).dtype, jnp.floating) for each in compared)
 
 
 def terms(eqn: JaxprEqn) -> int | None:
@@ -629,7 +638,7 @@ def is_precise(eqn: JaxprEqn) -> bool:
 
 def calls_host(eqns: Iterable[JaxprEqn]) -> bool:
     """Whether any of the equations, or any equation inside them (in a loop's body), calls a Python function on the host."""
-    return any(kind_of(eqn) in _ON_HOST or any(calls_host(inner.eqns) for inner in inner_jaxprs(eqn)) for eqn in eqns)
+    return any(kind_of(eqn) in _ON_HOST for eqn in all_equations(eqns))
 
 
 def is_ordered(eqn: JaxprEqn) -> bool:

@@ -28,6 +28,7 @@ from jaxpp.stages.frontier import Choice, within
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import (
     LAYOUT,
+    all_equations,
     aval_of,
     inner_jaxprs,
     kind_of,
@@ -363,7 +364,7 @@ _LEFT = frozenset({"checkpoint", "scan", "while", "cond", "name", "shard_map"})
 
 def _is_plain(eqn: JaxprEqn) -> bool:
     floating = any(jnp.issubdtype(aval_of(var).dtype, jnp.inexact) for var in eqn.outvars)
-    return floating and not eqn.effects and not _kinds(eqn) & _LEFT and not _chooses(eqn)
+    return floating and not eqn.effects and _LEFT.isdisjoint(map(kind_of, _inside(eqn))) and not _chooses(eqn)
 
 
 def _chooses(eqn: JaxprEqn) -> bool:
@@ -372,9 +373,8 @@ def _chooses(eqn: JaxprEqn) -> bool:
     return bool(inside) and all(kind_of(inner) == "custom_vjp" for inner in inside)
 
 
-def _kinds(eqn: JaxprEqn) -> set[str]:
-    inner = [inside for jaxpr in inner_jaxprs(eqn) for inside in jaxpr.eqns]
-    return set(map(kind_of, inner)).union(*map(_kinds, inner))
+def _inside(eqn: JaxprEqn) -> list[JaxprEqn]:
+    return list(all_equations([eqn]))[1:]
 
 
 def _checkpointed(body: ClosedJaxpr, policy: Policy, env: AxisEnv) -> ClosedJaxpr:

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.jaxpr import LAYOUT, Atom, aval_of, inner_jaxprs, is_cast, kind_of, length_of, terms, variables
+from jaxpp.stages.jaxpr import LAYOUT, Atom, aval_of, is_cast, kind_of, length_of, terms, variables, work_of
 from jaxpp.types import Aval, DType
 
 TRANSCENDENTAL = frozenset(
@@ -134,9 +134,7 @@ def product_flops(eqn: JaxprEqn) -> float:
     summed = terms(eqn)
     if summed is not None:
         return 2.0 * summed * sum(math.prod(aval_of(var).shape) for var in eqn.outvars)
-    inner = [sum(map(product_flops, jaxpr.eqns)) for jaxpr in inner_jaxprs(eqn)]
-    length = length_of(eqn)
-    return max(inner, default=0.0) * (1 if length is None else length)
+    return work_of(eqn, lambda body: sum(map(product_flops, body.eqns))) or 0.0
 
 
 def is_decision(eqn: JaxprEqn) -> bool:
