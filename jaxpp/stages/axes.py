@@ -374,15 +374,14 @@ class _Mover(Interpreter[Atom]):
             eqns, split = list[JaxprEqn](), len(jaxpr.constvars)
             with self._within(scope, eqns):
                 inputs: list[Leaf] = list(map(self._fresh, (*jaxpr.constvars, *jaxpr.invars)))
-                outputs = self.call(ClosedJaxpr(jaxpr, ()), inputs)
+                outputs = self.call(jaxpr, inputs)
             ends = {"constvars": inputs[:split], "invars": inputs[split:], "outvars": outputs}
             self._known[key] = jaxpr.replace(**ends, eqns=eqns, effects=self._bound(jaxpr.effects))
         return self._known[key]
 
-    def opened(self, body: ClosedJaxpr) -> Body:
+    def opened(self, body: Jaxpr) -> Body:
         """What is needed of a function; the arrays that it closed over are arguments."""
-        jaxpr = body.jaxpr
-        return Body((*jaxpr.constvars, *jaxpr.invars), jaxpr.outvars, _needed(jaxpr))
+        return Body((*body.constvars, *body.invars), body.outvars, _needed(body))
 
     def number(self, atom: Literal) -> Atom:
         """A number where the mesh of a rank is in force."""
@@ -521,7 +520,7 @@ class _Mover(Interpreter[Atom]):
         inside = replace(self._scope, gone=gone, checked=checked, blocks={**self._scope.blocks, **blocks})
         if not mine and not blocks:
             with self._within(inside, self._lines):
-                return self.call(ClosedJaxpr(mapped.body, ()), eqn.invars)
+                return self.call(mapped.body, eqn.invars)
         inside = replace(inside, mesh=self._scope.mesh.update_axis_types(dict.fromkeys(map(self._own, mine), AxisType.Manual)))
         specs = tuple(self._spec(eqn, spec, sizes, inside.blocks) for spec in mapped.specs)
         manual = frozenset(map(self._own, mine))
