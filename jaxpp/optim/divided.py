@@ -278,14 +278,14 @@ def _way(eqn: JaxprEqn, divided: _Alongs) -> _Way:
     kind, along = kind_of(eqn), next(filter(None, divided))
     if kind in _RULES:
         return _RULES[kind](eqn, divided)
-    apart = (
+    by_row = (
         kind in ELEMENTWISE
         or (kind in _BY_AXIS and eqn.params[_BY_AXIS[kind]] != along.axis)
         or (kind in _MATRIX and all(along.axis < len(aval_of(atom).shape) - 2 for atom in eqn.invars))
         or (kind == "rev" and along.axis not in eqn.params["dimensions"])
         or (kind == "pad" and eqn.params["padding_config"][along.axis] == (0, 0, 0))
     )
-    if not apart:
+    if not by_row:
         raise _MixedError(kind)
     return _Way(_read_alike(eqn, along), [along] * len(eqn.outvars))
 

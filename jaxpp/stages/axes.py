@@ -2,10 +2,10 @@
 
 A model may say how its values are sharded (``with_sharding_constraint``, ``shard_map``, ``reshard``) and may name the replicas
 (``jax.lax.pmean(x, "data")``). It says so of the mesh of all devices, and a stage runs on those of its rank alone. So a function is
-traced with the whole mesh in force, and then its equations are told of the mesh of a rank: the axes that a rank has are kept, that
-of the pipeline is left out, and others are refused.
+traced with the whole mesh in force, and then its equations are rewritten for the mesh of a rank: the axes that a rank has are
+kept, that of the pipeline is left out, and others are refused.
 
-The replicas of a rank are apart before a stage begins, as inside a ``jax.shard_map`` over ``data``: each has its own part of the
+The axis of the replicas is manual before a stage begins, as inside a ``jax.shard_map`` over ``data``: each has its own part of the
 batch. So a collective over ``data`` is one between replicas, and ``data`` in the sharding of a value says nothing new.
 
 A ``shard_map`` over axes that divide nothing inside a stage (``data``, ``pipe``, those of other devices) says what is computed of
@@ -105,7 +105,7 @@ class RankAxes:
         return RankAxes(names=self.names, whole=self.whole)
 
     @cached_property
-    def apart(self) -> frozenset[str]:
+    def manual(self) -> frozenset[str]:
         """The axes over which programs are mapped, not divided by the compiler."""
         if self.sizes.get(DATA, 1) == 1 or self.outside is not None:
             return frozenset()
@@ -114,7 +114,7 @@ class RankAxes:
     @cached_property
     def rank(self) -> AbstractMesh:
         """The devices of a rank as programs see them there."""
-        return self.devices.update_axis_types(dict.fromkeys(self.apart, AxisType.Manual))
+        return self.devices.update_axis_types(dict.fromkeys(self.manual, AxisType.Manual))
 
     @property
     def env(self) -> AxisEnv:
@@ -351,7 +351,7 @@ class _Mover(Interpreter[Atom]):
     def __init__(self, axes: RankAxes, rules: Rules):
         super().__init__()
         self._rules = rules
-        self._sizes, self._env, self._outside = dict(axes.outside or ()) | axes.sizes, axes.env, axes.apart
+        self._sizes, self._env, self._outside = dict(axes.outside or ()) | axes.sizes, axes.env, axes.manual
         self._axis = {name: axis for name, axis, _ in axes.names}
         self._count = {name: size for name, _, size in axes.names} | self._sizes
         self._known: dict[Hashable, Jaxpr] = {}
@@ -399,24 +399,24 @@ class _Mover(Interpreter[Atom]):
             return self._collective(eqn, names)
         if plain is not None and (self._scope.in_rule or _function(eqn) in self._rules or not mesh_of(before).empty):
             return self._custom(eqn, plain, before)
-        return self._told(with_params(eqn, self._parameter))
+        return self._on_rank(with_params(eqn, self._parameter))
 
-    def _told(self, eqn: JaxprEqn) -> Sequence[Atom]:
+    def _on_rank(self, eqn: JaxprEqn) -> Sequence[Atom]:
         """An equation with the mesh of a rank in force."""
         key = eqn.ctx, self._scope.mesh
         context = self._contexts[key] = self._contexts.get(key) or in_mesh(eqn, self._scope.mesh)
         outs = [self._fresh(var) for var in eqn.outvars]
         new = eqn.replace(outvars=outs, effects=self._bound(eqn.effects), ctx=context.ctx)
-        apart = set(self._scope.mesh.auto_axes)
-        if kind_of(new) in _CALLBACKS and self._scope.mesh.manual_axes and apart:  # they want all axes apart
+        divided = set(self._scope.mesh.auto_axes)
+        if kind_of(new) in _CALLBACKS and self._scope.mesh.manual_axes and divided:  # they want all axes manual
             call: Callable[..., Tree] = lambda *args: new.primitive.bind(*args, **new.params)  # noqa: E731
             if kind_of(new) == "io_callback" and outs:
                 rule = "where a rank has replicas and shards, a callback with effects has no results"
                 fix = "return nothing from it; or use jax.pure_callback, which may be called once on each device"
                 raise _error(eqn, rule, f"jax.experimental.io_callback with {len(outs)} results", fix)
-            call = call if kind_of(new) == "pure_callback" else _on_the_first(call, tuple(apart))
+            call = call if kind_of(new) == "pure_callback" else _on_the_first(call, tuple(divided))
             whole = PartitionSpec()
-            run = jax.shard_map(call, in_specs=whole, out_specs=whole, axis_names=apart, check_vma=False)
+            run = jax.shard_map(call, in_specs=whole, out_specs=whole, axis_names=divided, check_vma=False)
             return self._made(eqn, run)
         self._lines.append(new)
         return outs
@@ -493,7 +493,7 @@ class _Mover(Interpreter[Atom]):
         return value
 
     def _constraint(self, eqn: JaxprEqn, sharding: Sharding) -> Sequence[Atom]:
-        """A constraint over the axes of a rank; none where these have one device each, or are apart already."""
+        """A constraint over the axes of a rank; none where these have one device each, or are manual already."""
         operands = eqn.invars[:1]
         if not isinstance(sharding, NamedSharding):
             return operands
@@ -531,7 +531,7 @@ class _Mover(Interpreter[Atom]):
                 run = jax.shard_map(run, in_specs=ins, out_specs=list(outs), axis_names=set(manual), check_vma=False)
             return self._made(eqn, _by_blocks(run, mapped.specs, sizes, blocks))
         new = ShardMap(self.moved(mapped.body, inside), self._scope.mesh, specs, manual, mapped.checked)
-        return self._told(with_shard_map(eqn, new))
+        return self._on_rank(with_shard_map(eqn, new))
 
     def _collective(self, eqn: JaxprEqn, names: Sequence[str]) -> Sequence[Atom]:
         kind = kind_of(eqn)
@@ -546,7 +546,7 @@ class _Mover(Interpreter[Atom]):
                 )
                 raise _error(eqn, rule, f"{kind} over {', '.join(map(repr, names))}", "call one collective for each axis")
             eqn = _renamed(eqn, [_of_a_map(name) for name in found])
-            results = self._told(eqn)
+            results = self._on_rank(eqn)
             return self._collective(_renamed(eqn, others).replace(invars=list(results)), others) if others else results
         if self._scope.blocks:
             eqn = _renamed(eqn, names)
@@ -567,7 +567,7 @@ class _Mover(Interpreter[Atom]):
         if kept:
             name = "axes" if "axes" in eqn.params else "axis_name"
             value = own if isinstance(eqn.params[name], tuple) else own[0]
-            return self._told(eqn.replace(params={**eqn.params, name: value}))
+            return self._on_rank(eqn.replace(params={**eqn.params, name: value}))
         if kind in _VARYING or kind in _REDUCTIONS:
             return eqn.invars
         bind: Callable[..., Tree] = lambda *args: eqn.primitive.bind(*args, **eqn.params)  # noqa: E731
@@ -576,7 +576,7 @@ class _Mover(Interpreter[Atom]):
         return self._made(eqn, bind)
 
     def _spec(self, eqn: JaxprEqn, spec: PartitionSpec, sizes: Mapping[str, int], blocks: Mapping[str, int]) -> PartitionSpec:
-        """A sharding over the axes of a rank that are not apart."""
+        """A sharding over the axes of a rank that are not manual."""
         wrong = [
             name
             for given in spec

@@ -2,18 +2,18 @@
 
 ``Least`` is a minimum cut: keeping a value costs its bytes, running an equation again has a price too. Keeping everything is one of
 the cuts, so no choice is worse. ``Budget`` gives matrix products a price as well, and looks for the price at which the cut has the
-bytes that the user grants (``frontier.py``). Where the backward is split, a second cut finds the cheapest values that I keeps for
+bytes that the user grants (``within``). Where the backward is split, a second cut finds the cheapest values that I keeps for
 W, and moves what is cheap in W and makes less than it reads (the gradient of a bias) into I where that keeps less.
 
 Reference: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174; the minimum cut is known from PyTorch.
 """
-# ruff: noqa: ARG002  (a policy need not look at all that it is told)
+# ruff: noqa: ARG002  (a policy need not look at all that it is given)
 
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.tracebacks import entries
 from jaxpp.stages.axes import AxisEnv
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.frontier import Choice, within
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import (
     LAYOUT,
@@ -102,7 +101,7 @@ class RematPolicy:
     def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
         """The equations of a ``forward`` that its backward, which needs ``reads``, runs again; ``free`` are repeated anyway.
 
-        The inputs ``held`` are let go after the forward unless the backward needs them.
+        The inputs ``held`` are freed after the forward unless the backward needs them.
         """
         return set()
 
@@ -317,6 +316,46 @@ class Budget(Least):
     def _for_weights(self, graph: Graph) -> list[bool]:
         may = repeatable(graph, products=True)  # nothing is decided on a product that I has run again
         return [ok and kind_of(eqn) not in PRODUCTS for ok, eqn in zip(may, graph.eqns, strict=True)]
+
+
+_CLOSE = 1e-6  # a minimum cut counts in parts of its sum: by so much a corner may lie above the line
+
+
+class Choice(NamedTuple):
+    """What is done twice so that less is kept; at a price of p bytes for a unit of work, the cheapest has the least ``at(p)``.
+
+    Drawn as points (work across, cost up), the choices that are the cheapest at any price are the corners of a convex line that
+    falls to the right, and no other choice lies below it.
+    """
+
+    num_bytes: float  # that are kept
+    cost: float  # these, and what counts like bytes
+    work: float  # that is done twice, in the unit that a price is for
+    again: frozenset[int]  # what is done twice
+
+    def at(self, price: float) -> float:
+        """What the choice costs at a price for a unit of work."""
+        return self.cost + price * self.work
+
+
+def within(room: float, most: Choice, fewest: Choice, cheapest: Callable[[float], Choice]) -> Choice:
+    """The corner with the least work whose bytes are at most ``room``; that of the fewest bytes if none has so few.
+
+    Walks along the line without knowing it, and asks for the cheapest at the price at which two known corners cost the same, until
+    none lies between them.
+    ``most`` and ``fewest`` are the ends of the line: the least work, and the fewest bytes. ``cheapest`` finds the cheapest choice
+    at a price.
+    """
+    over, under = most, fewest
+    if over.num_bytes <= room or under.num_bytes > room:
+        return over if over.num_bytes <= room else under
+    while under.work > over.work and over.cost > under.cost:
+        price = (over.cost - under.cost) / (under.work - over.work)
+        found = cheapest(price)
+        if found.at(price) >= (1 - _CLOSE) * under.at(price):
+            break
+        over, under = (over, found) if found.num_bytes <= room else (found, under)
+    return under
 
 
 def _kept(

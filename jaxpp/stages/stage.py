@@ -28,11 +28,10 @@ from jaxpp.stages.jaxpr import CHEAP, LAYOUT, Atom, aval_of, calls_host, kind_of
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import TracedLoss, cheap_values
-from jaxpp.stages.one_hot import with_one_hots
 from jaxpp.stages.program import SMALL, Backward, Fused, Pack, Program, Ref, Role, packed, packs_of
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.repeatable import decodes, product_flops
-from jaxpp.stages.summands import Summands, summands_of
+from jaxpp.stages.scatters import Summands, summands_of, with_one_hots
 from jaxpp.types import Aval, Tree
 
 FORWARD, BACKWARD = "forward", "backward"  # The colours of the equations of F and B

@@ -12,9 +12,8 @@ import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.cut_loss import cut
-from jaxpp.stages.frontier import Choice, within
 from jaxpp.stages.loss.traced_loss import trace_loss
-from jaxpp.stages.remat import policies_of
+from jaxpp.stages.remat import Choice, policies_of, within
 from jaxpp.stages.stage import ProgramOptions
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.models import gpt_case, mlp_case

@@ -1098,7 +1098,7 @@ def _stops_each(loop: While) -> bool:
     return all(eqn is not None and kind_of(eqn) == "select_n" and old in eqn.invars[1:] for old, eqn in chosen)
 
 
-TOLD_OF = frozenset(
+OPAQUE = frozenset(
     "after_all create_token call_exported core_map custom_lin custom_partitioning debug_callback debug_print eval_jaxpr ffi_call "
     "get io_callback linear_call pallas_call polynomial pure_callback ragged_all_to_all reduce run_state select_and_scatter "
     "swap".split()
