@@ -373,7 +373,7 @@ def _scan(loop: Scan, divided: _Alongs) -> _Way:
     inside = [along and along.on(along.axis - 1) for along in rows]
     carry = until_settled(
         lambda carried: _followed(loop.body, [*fixed, *carried, *inside])[: loop.num_carry], carry, lambda old, new: old or new
-    ).carry
+    )
     reads = [*fixed, *carry, *inside]
     made = _followed(loop.body, reads)[loop.num_carry :]
     makes, results = [*carry, *(along and along.on(along.axis + 1) for along in made)], [*carry, *made]

@@ -47,12 +47,12 @@ from jaxpp.stages.jaxpr import (
     kind_of,
     mesh_of,
     named_axes,
+    needed_of,
     new_variable,
     on_mesh,
     shard_map_of,
     traced_inside,
     user_line,
-    variables,
     varying_shapes,
     with_params,
     with_shard_map,
@@ -380,8 +380,9 @@ class _Mover(Interpreter[Atom]):
         return self._known[key]
 
     def opened(self, body: Jaxpr) -> Body:
-        """What is needed of a function; the arrays that it closed over are arguments."""
-        return Body((*body.constvars, *body.invars), body.outvars, _needed(body))
+        """What is needed of a function, for nobody reads what an ``init`` computes of its inputs; its constants are arguments."""
+        needed = needed_of(body.eqns, body.outvars, lambda eqn: not all(map(is_named, eqn.effects)))
+        return Body((*body.constvars, *body.invars), body.outvars, [body.eqns[i] for i in needed])
 
     def number(self, atom: Literal) -> Atom:
         """A number where the mesh of a rank is in force."""
@@ -609,16 +610,6 @@ class _Mover(Interpreter[Atom]):
     def _bound(self, effects: Iterable[_T]) -> frozenset[_T]:
         """The effects without those that name an axis which programs on a rank do not have."""
         return frozenset(each for each in effects if self._divides(getattr(each, "name", "") or "") or not is_named(each))
-
-
-def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """The equations whose results somebody reads, or that have effects: what an ``init`` computes of its inputs nobody reads."""
-    read, kept = set(variables(jaxpr.outvars)), list[JaxprEqn]()
-    for eqn in reversed(jaxpr.eqns):
-        if not all(map(is_named, eqn.effects)) or not read.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            read.update(variables(eqn.invars))
-    return kept[::-1]
 
 
 _VARYING = frozenset({"pvary", "pcast"})  # Kinds that say along which axes a value varies, and do nothing

@@ -25,6 +25,7 @@ from jaxpp.stages.jaxpr import (
     function_of,
     kind_of,
     module_path,
+    needed_of,
     new_variable,
     variables,
     without_refs,
@@ -194,14 +195,7 @@ class _Flattener(Rewriter):
 
 def live(graph: Graph) -> Graph:
     """The graph without the equations whose results nobody needs."""
-    needed = set(variables(graph.outputs))
-    keep: list[int] = []
-    for i in reversed(range(len(graph.eqns))):
-        eqn = graph.eqns[i]
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            keep.append(i)
-            needed.update(variables(eqn.invars))
-    keep.reverse()
+    keep = needed_of(graph.eqns, graph.outputs, lambda eqn: bool(eqn.effects))
     return replace(graph, eqns=tuple(graph.eqns[i] for i in keep), names=tuple(graph.names[i] for i in keep))
 
 

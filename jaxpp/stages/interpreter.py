@@ -40,7 +40,7 @@ class Interpreter(Generic[_V]):
         self.values: dict[Variable, _V] = {}
 
     def read(self, atom: Variable) -> _V:
-        """The value of a variable or a number."""
+        """The value of a variable, or of a number in an equation."""
         return self.number(atom) if isinstance(atom, Literal) else self.values[atom]
 
     def walk(self, eqns: Iterable[Equation]) -> None:
@@ -118,8 +118,7 @@ class Interpreter(Generic[_V]):
 
     def settled(self, run: Callable[[list[_V]], Sequence[_V]], carry: list[_V]) -> list[_V]:
         """What a loop carries, whatever the iteration; ``run`` follows one."""
-        found = until_settled(run, carry, self.either, self.rounds)
-        return list(map(self.unsettled, found.carry)) if found.changes else found.carry
+        return until_settled(run, carry, self.either, self.rounds, self.unsettled)
 
     def scanned(self, eqn: Equation, loop: Scan, values: list[_V]) -> Sequence[_V]:  # noqa: ARG002  (a subclass may ask)
         """The values of what a ``lax.scan`` carries in the end, and of what its iterations make."""
@@ -151,20 +150,17 @@ class Interpreter(Generic[_V]):
         return values
 
 
-class Settled(NamedTuple, Generic[_T]):
-    """What a loop carries."""
-
-    carry: list[_T]
-    changes: bool  # whether it still did in the last round
-
-
 def until_settled(
-    run: Callable[[list[_T]], Sequence[_T]], carry: list[_T], either: Callable[[_T, _T], _T], rounds: int = sys.maxsize
-) -> Settled[_T]:
-    """What a loop carries, joined by ``either`` over iterations until one leaves all as it is."""
+    run: Callable[[list[_T]], Sequence[_T]],
+    carry: list[_T],
+    either: Callable[[_T, _T], _T],
+    rounds: int = sys.maxsize,
+    unsettled: Callable[[_T], _T] = lambda value: value,
+) -> list[_T]:
+    """What a loop carries, joined by ``either`` over iterations until one leaves all as it is, or ``rounds`` are over."""
     for _ in range(rounds):
         after = list(map(either, carry, run(carry)))
         if after == carry:
-            return Settled(carry, changes=False)
+            return carry
         carry = after
-    return Settled(carry, changes=True)
+    return list(map(unsettled, carry))

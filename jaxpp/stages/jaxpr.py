@@ -178,6 +178,16 @@ def all_equations(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
             yield from all_equations(inner.eqns)
 
 
+def needed_of(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], stays: Callable[[JaxprEqn], bool]) -> list[int]:
+    """The numbers of the equations whose results somebody reads, of those that ``outputs`` are made of, or that must stay."""
+    read, kept = set(variables(outputs)), list[int]()
+    for i in reversed(range(len(eqns))):
+        if stays(eqns[i]) or not read.isdisjoint(eqns[i].outvars):
+            kept.append(i)
+            read.update(variables(eqns[i].invars))
+    return kept[::-1]
+
+
 def work_of(eqn: JaxprEqn, of_body: Callable[[Jaxpr], float]) -> float | None:
     """What an equation with functions inside it takes: as long as the longest branch, as often as a loop runs; None without any."""
     inner, length = list(map(of_body, inner_jaxprs(eqn))), length_of(eqn)
@@ -655,11 +665,6 @@ class Window(NamedTuple):
     squeezed: bool = False  # whether the first axis, of which it takes one row, is not in the result
 
 
-def concatenated_rows(eqn: JaxprEqn) -> tuple[Atom, ...]:
-    """What a concatenation along the first axis puts end to end; nothing for any other equation."""
-    return tuple(eqn.invars) if kind_of(eqn) == "concatenate" and eqn.params["dimension"] == 0 else ()
-
-
 class Concatenation(NamedTuple):
     """What is put end to end along an axis."""
 
@@ -670,6 +675,12 @@ class Concatenation(NamedTuple):
 def concatenation_of(eqn: JaxprEqn) -> Concatenation | None:
     """The equation as a concatenation; None for any other."""
     return Concatenation(eqn.params["dimension"], tuple(eqn.invars)) if kind_of(eqn) == "concatenate" else None
+
+
+def concatenated_rows(eqn: JaxprEqn) -> tuple[Atom, ...]:
+    """What a concatenation along the first axis puts end to end; nothing for any other equation."""
+    found = concatenation_of(eqn)
+    return found.parts if found is not None and found.axis == 0 else ()
 
 
 def order_of(eqn: JaxprEqn) -> tuple[int, ...] | None:

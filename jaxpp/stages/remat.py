@@ -80,6 +80,16 @@ class Keeping(Protocol):
 _Stage = TypeVar("_Stage", bound=Keeping)
 
 
+class Halves(NamedTuple):
+    """The forward of a stage, and what its backward reads of it."""
+
+    graph: Graph  # of both
+    forward: _Eqns
+    free: _Eqns  # the equations that are repeated anyway
+    held: Collection[Var]  # the inputs that are freed after the forward unless the backward needs them
+    reads: Sequence[Var]  # what the backward needs
+
+
 @dataclass(frozen=True)
 class RematPolicy:
     """What a stage's forward keeps: by itself, everything that its backward reads. Equal policies make the same programs."""
@@ -98,11 +108,8 @@ class RematPolicy:
         """One of the forms of a stage; ``build`` makes them by a policy: with loops as they are, and with those of ``loops``."""
         return min(build(self), key=lambda stage: stage.kept_bytes)
 
-    def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
-        """The equations of a ``forward`` that its backward, which needs ``reads``, runs again; ``free`` are repeated anyway.
-
-        The inputs ``held`` are freed after the forward unless the backward needs them.
-        """
+    def again(self, stage: Halves) -> set[int]:
+        """The equations of the forward that the backward runs again."""
         return set()
 
     def between(
@@ -122,9 +129,10 @@ class ByPolicy(RematPolicy):
     policy: Policy
     recomputes = True
 
-    def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
+    def again(self, stage: Halves) -> set[int]:
         """The equations whose results the policy does not keep."""
-        return {i for i in forward if not graph.eqns[i].effects and not self._keeps(graph.eqns[i])}
+        eqns = stage.graph.eqns
+        return {i for i in stage.forward if not eqns[i].effects and not self._keeps(eqns[i])}
 
     def _keeps(self, eqn: JaxprEqn) -> bool:
         try:
@@ -183,13 +191,11 @@ class Least(RematPolicy):
                 eqns[i] = eqn.replace(invars=[results[eqn.invars[0]], eqn.invars[1]])
         return replace(graph, eqns=tuple(eqns))
 
-    def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
+    def again(self, stage: Halves) -> set[int]:
         """The equations on the sink's side of the cut between what the forward has and what the backward reads."""
-        may, written = settled(graph, {*forward, *free}), self._written(graph, forward, free)
-        prices = [self._price(eqn) + self.written * size for eqn, size in zip(graph.eqns, written, strict=True)]
-        return self._cheapest(
-            graph, forward, free, held, reads, [price if ok else math.inf for price, ok in zip(prices, may, strict=True)]
-        )
+        may, written = settled(stage.graph, {*stage.forward, *stage.free}), self._written(stage)
+        rows = zip(stage.graph.eqns, may, written, strict=True)
+        return self._cheapest(stage, [self._price(eqn) + self.written * size if ok else math.inf for eqn, ok, size in rows])
 
     def _price(self, eqn: JaxprEqn) -> float:
         return price_of(eqn, self.transcendental, self.element)
@@ -197,16 +203,16 @@ class Least(RematPolicy):
     def _buffer(self, eqn: JaxprEqn) -> float:
         return _BUFFER if self.written and not is_written(eqn) else 1
 
-    def _written(self, graph: Graph, forward: _Eqns, free: _Eqns) -> list[int]:
+    def _written(self, stage: Halves) -> list[int]:
         """Bytes of the results of each equation that are written again if it is run again, because a product reads them."""
-        after = [eqn for i, eqn in enumerate(graph.eqns) if i not in forward and i not in free]
+        graph = stage.graph
+        after = [eqn for i, eqn in enumerate(graph.eqns) if i not in stage.forward and i not in stage.free]
         operands = {var for eqn in after if is_written(eqn) for var in variables(eqn.invars)}
         return [sum(count_bytes(aval_of(var)) for var in eqn.outvars if var in operands) for eqn in graph.eqns]
 
-    def _cheapest(
-        self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var], prices: Sequence[float]
-    ) -> set[int]:
+    def _cheapest(self, stage: Halves, prices: Sequence[float]) -> set[int]:
         """The equations of the forward that are run again at these prices of each; an infinite price is for what may not be."""
+        graph, forward, free, held, reads = stage
         network, available, producers = Network(), set(held), graph.producers()
         for var in held:
             network.edge(SOURCE, var, count_bytes(aval_of(var)))
@@ -287,10 +293,10 @@ class Budget(Least):
         fitting = [stage for stage in (*build(replace(self, room=room)), *fewest) if stage.kept_bytes <= room]
         return min(fitting, key=lambda stage: (stage.repeated, stage.kept_bytes))
 
-    def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
+    def again(self, stage: Halves) -> set[int]:
         """The equations that are run again where ``room`` bytes are kept."""
-        reads, before, makers = list(reads), {*forward, *free}, graph.producers()
-        may, written = settled(graph, before, products=True), self._written(graph, forward, free)
+        graph, makers = stage.graph, stage.graph.producers()
+        may, written = settled(graph, {*stage.forward, *stage.free}, products=True), self._written(stage)
         base = [self._price(eqn) if ok else math.inf for eqn, ok in zip(graph.eqns, may, strict=True)]
         later = [1 + _LATER_COSTS * i / len(graph.eqns) for i in range(len(graph.eqns))]  # or all layers would change at one price
         written = [
@@ -301,16 +307,16 @@ class Budget(Least):
         work = [more * (product_flops(eqn) + traffic * size) for more, eqn, size in zip(later, graph.eqns, written, strict=True)]
 
         def choice(again: Collection[int]) -> Choice:
-            kept = [(var, count_bytes(aval_of(var))) for var in _kept(graph, again, forward, free, held, reads)]
+            kept = [(var, count_bytes(aval_of(var))) for var in _kept(stage, again)]
             cost = sum(size * (self._buffer(graph.eqns[makers[var]]) if var in makers else 1) for var, size in kept)
             cost += sum(self._price(graph.eqns[i]) for i in again)
             return Choice(sum(size for _, size in kept), cost, sum(work[i] for i in again), frozenset(again))
 
         def cheapest(price: float) -> Choice:
             prices = [own + price * flops for own, flops in zip(base, work, strict=True)]
-            return choice(self._cheapest(graph, forward, free, held, reads, prices))
+            return choice(self._cheapest(stage, prices))
 
-        most = choice(super().again(graph, forward, free, held, reads))
+        most = choice(super().again(stage))
         return set(within(self.room, most, cheapest(_NEXT_TO_NOTHING), cheapest).again)
 
     def _for_weights(self, graph: Graph) -> list[bool]:
@@ -358,10 +364,9 @@ def within(room: float, most: Choice, fewest: Choice, cheapest: Callable[[float]
     return under
 
 
-def _kept(
-    graph: Graph, again: Collection[int], forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]
-) -> set[Var]:
+def _kept(stage: Halves, again: Collection[int]) -> set[Var]:
     """What the backward reads, itself or to run equations again, of the forward's results and of what the forward reads itself."""
+    graph, forward, free, held, reads = stage
     producers, pending, seen = graph.producers(), list(reads), set[Var]()
     own = {var for i in (*forward, *free) for var in variables(graph.eqns[i].invars)}.intersection(held)
     kept = set[Var]()

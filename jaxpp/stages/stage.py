@@ -29,7 +29,7 @@ from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import TracedLoss, cheap_values
 from jaxpp.stages.program import SMALL, Backward, Fused, Pack, Program, Ref, Role, packed, packs_of
-from jaxpp.stages.remat import RematPolicy
+from jaxpp.stages.remat import Halves, RematPolicy
 from jaxpp.stages.repeatable import decodes, product_flops
 from jaxpp.stages.scatters import Summands, summands_of, with_one_hots
 from jaxpp.types import Aval, Tree
@@ -120,11 +120,6 @@ class StageBuilder:
     crossing: Sequence[Var] = ()  # the values that cross between stages
     carried: tuple[tuple[int, ...], ...] = ()  # for each of them the stages that send its cotangent back
     made: Mapping[Var, int] = field(default_factory=dict)  # the stage that makes each of them
-
-    @property
-    def pack_below(self) -> int:
-        """Bytes up to which values are packed."""
-        return SMALL * self.options.pack
 
     def build(self, stage: int, piece: Piece) -> StageCode:
         """The programs of the stage that runs ``piece``."""
@@ -241,7 +236,7 @@ class StageBuilder:
         """The packs of the stage's own small gradients; gradients that go home to another stage are not packed."""
         own = [ref.index for ref in programs.traced.returned if ref.role == Role.PARAM and self.owner[ref.index] == stage]
         avals = shapes_of(self.loss.params[leaf] for leaf in own)
-        return packs_of([Ref(Role.GRAD, leaf) for leaf in own], avals, Ref(Role.GRAD), self.pack_below)
+        return packs_of([Ref(Role.GRAD, leaf) for leaf in own], avals, Ref(Role.GRAD), SMALL * self.options.pack)
 
 
 class StagePrograms:
@@ -249,7 +244,7 @@ class StagePrograms:
 
     def __init__(self, builder: StageBuilder, traced: TracedStage, stage: int, num_constants: int, remat: RematPolicy):
         self.traced, self.stage, self._builder = traced, stage, builder
-        graph, options, below = traced.graph, builder.options, builder.pack_below
+        graph, options, below = traced.graph, builder.options, SMALL * builder.options.pack
         does = fingerprint(graph.eqns, [*graph.inputs, *graph.constants], graph.outputs)
         names = traced.inputs, traced.results, traced.returned, traced.seeds
         decided = frozenset(options.reducers), num_constants, remat, options.scaled_by, below, options.skips
@@ -295,7 +290,7 @@ class StagePrograms:
         graph, forward = self.traced.graph, {i for i, color in enumerate(colors) if color == FORWARD}
         reads = [var for eqn, color in zip(graph.eqns, colors, strict=True) if color == BACKWARD for var in variables(eqn.invars)]
         held = set(graph.inputs) - self.lasting
-        return remat.again(graph, forward, self.free, held, [*reads, *variables(self._backward_atoms)])
+        return remat.again(Halves(graph, forward, self.free, held, [*reads, *variables(self._backward_atoms)]))
 
     def _held(self, piece: Piece) -> int:
         """Bytes of what a backward reads that was there before it, for this microbatch alone."""

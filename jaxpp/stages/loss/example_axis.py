@@ -335,6 +335,10 @@ def _plainly_equal(a: object, b: object) -> bool:
     return not (_is_plain(a) and _is_plain(b)) or a == b or (a != a and b != b)  # noqa: PLR0124  (what is not a number)
 
 
+def _first_mixed(values: Sequence[Value]) -> Value | None:
+    return next((value for value in values if value.kind == Relation.MIXED), None)
+
+
 class _Follower(Interpreter[Value]):
     """Follows a list of equations at two sizes at once."""
 
@@ -436,9 +440,8 @@ class _Follower(Interpreter[Value]):
 
     def _joined(self, values: Sequence[Value], *, sums: bool) -> Value:  # noqa: PLR0911  (a case a line)
         """Values added (``sums``), or put side by side."""
-        mixed = [value for value in values if value.kind == Relation.MIXED]
-        if mixed:
-            return mixed[0]
+        if (mixed := _first_mixed(values)) is not None:
+            return mixed
         values = [value for value in values if not value.zero] or list(values[:1])
         if len(values) == 1:
             return replace(values[0], index=values[0].index and not sums, zero=values[0].zero and sums)
@@ -511,9 +514,8 @@ class _Follower(Interpreter[Value]):
         return replace(value, count=Count(by.total, by.degree, factors), total=None, index=False, zero=False)
 
     def _multiplied(self, values: Sequence[Value], *, divided: bool = False) -> Value:  # noqa: PLR0911, PLR0912, C901  (cases)
-        mixed = [value for value in values if value.kind == Relation.MIXED]
-        if mixed:
-            return mixed[0]
+        if (mixed := _first_mixed(values)) is not None:
+            return mixed
         a, b = values
         if a.zero:
             return a
@@ -555,9 +557,8 @@ class _Follower(Interpreter[Value]):
 
     def _applied(self, kind: str, values: Sequence[Value]) -> Value:
         """A function of values that is not linear."""
-        mixed = [value for value in values if value.kind == Relation.MIXED]
-        if mixed:
-            return mixed[0]
+        if (mixed := _first_mixed(values)) is not None:
+            return mixed
         kinds = {value.kind for value in values}
         reduced = kinds & _REDUCED
         if Relation.ROWS in kinds:
@@ -622,7 +623,7 @@ class _Follower(Interpreter[Value]):
         """What the rule of an equation says of all its results, or of each."""
         if only_names(eqn.eqn):
             return values
-        rule = _RULES.get(eqn.kind, _Follower._elementwise if eqn.kind.startswith("random_") else None)
+        rule = _RULES.get(eqn.kind, _APPLIED if eqn.kind.startswith("random_") else None)
         found = [self._unknown(eqn, out) for out in eqn.outs] if rule is None else rule(self, eqn) if eqn.outs else []
         return found if isinstance(found, list) else [found] * len(eqn.outs)
 
@@ -630,13 +631,10 @@ class _Follower(Interpreter[Value]):
         if all(value.kind == Relation.SAME for value in at.values):
             placed = any(value.placed for value in at.values) or (bool(out.axes) and not any(o.axes for o in at.operands))
             return Value(degree=0 if all(value.degree == 0 for value in at.values) else None, placed=placed)
-        mixed = [value for value in at.values if value.kind == Relation.MIXED]
-        if at.kind.startswith("dot_product_attention") and not mixed:  # the kernels of cuDNN: examples lie along the first axis
+        mixed = _first_mixed(at.values)
+        if at.kind.startswith("dot_product_attention") and mixed is None:  # the kernels of cuDNN: examples lie along the first axis
             return self._unless(any(axis for o in at.operands for axis in o.axes), at.values, "examples attend to each other")
-        return mixed[0] if mixed else self._mixed(f"jaxpp does not know what {at.kind} does with the examples, and it may mix them")
-
-    def _elementwise(self, at: _Equation) -> Value:
-        return self._applied(at.kind, at.values)
+        return mixed or self._mixed(f"jaxpp does not know what {at.kind} does with the examples, and it may mix them")
 
     def _random(self, at: _Equation) -> Value:
         drawn = any(value.drawn for value in at.values)
@@ -646,12 +644,6 @@ class _Follower(Interpreter[Value]):
         if at.kind == "div" and _whole(at.out.atom) and any(value.kind in _REDUCED for value in at.values):
             return self._unknown(at, at.out)
         return self._multiplied(at.values, divided=at.kind == "div")
-
-    def _added(self, at: _Equation) -> Value:
-        return self._joined(at.values, sums=True)
-
-    def _beside(self, at: _Equation) -> Value:
-        return self._joined(at.values, sums=False)
 
     def _matrix(self, at: _Equation) -> Value:
         rank = len(at.out.shape)
@@ -768,7 +760,7 @@ class _Follower(Interpreter[Value]):
     def _split(self, at: _Equation) -> Value | list[Value]:
         operand, outs = at.operands[0], at.outs
         if not operand.axes:
-            return self._beside(at)
+            return self._joined(at.values, sums=False)
         axis, value = _param(at.eqn, "axis"), operand.value
         if value.kind != Relation.ROWS or axis not in operand.axes:
             return [replace(value, placed=value.placed, index=False)] * len(outs)
@@ -836,9 +828,8 @@ class _Follower(Interpreter[Value]):
     def _gather(self, at: _Equation) -> Value:  # noqa: PLR0911  (a case a line)
         (operand, indices), named = at.operands[:2], _param(at.eqn, "dimension_numbers")
         value, index = operand.value, indices.value
-        for known in (value, index):
-            if known.kind == Relation.MIXED:
-                return known
+        if (mixed := _first_mixed([value, index])) is not None:
+            return mixed
         if index.kind == Relation.SAME and index.degree != 0 and not index.index:
             return self._depending(index, value)
         if value.kind == Relation.SAME and index.kind == Relation.SAME:
@@ -874,9 +865,8 @@ class _Follower(Interpreter[Value]):
     def _scattered(self, at: _Equation) -> Value:
         (operand, indices, update), named = at.operands[:3], _param(at.eqn, "dimension_numbers")
         values = [operand.value, indices.value, update.value]
-        mixed = [value for value in values if value.kind == Relation.MIXED]
-        if mixed:
-            return mixed[0]
+        if (mixed := _first_mixed(values)) is not None:
+            return mixed
         if indices.value.kind in _REDUCED:
             return self._mixed("an index is computed of all examples")
         own = False  # whether each example writes at its own place
@@ -1026,8 +1016,9 @@ class _Follower(Interpreter[Value]):
             return super().scanned(eqn, loop, values)
         bodies: Function = loop.body
         fixed, carry, rest = loop.split(values)
-        sums = _sums(bodies[0], range(loop.num_fixed, loop.num_before))
-        kept = {k for k in range(loop.num_carry) if bodies[0].jaxpr.outvars[k] is bodies[0].jaxpr.invars[loop.num_fixed + k]}
+        body = bodies[0].jaxpr
+        sums = {k for k in _sums(body, loop.num_fixed) if k < loop.num_carry}
+        kept = {k for k in range(loop.num_carry) if body.outvars[k] is body.invars[loop.num_fixed + k]}
         fixed = [replace(value, index=False) for value in fixed]  # of the turns of a loop around this one
         varying = Value(degree=None, placed=True)  # from iteration to iteration
         inside = [Value(zero=True) if k in sums and old.kind == Relation.SAME else old for k, old in enumerate(carry)]
@@ -1035,7 +1026,7 @@ class _Follower(Interpreter[Value]):
         pairs = list(zip(inside, after[: loop.num_carry], strict=True))
         changing = [k not in kept | sums and old.kind == new.kind == Relation.SAME for k, (old, new) in enumerate(pairs)]
         if any(changing):
-            numbers = _counters(bodies[0], range(loop.num_fixed, loop.num_before))
+            numbers = _counters(body, loop.num_fixed)
             varied = [replace(varying, index=old.zero and k in numbers) for k, old in enumerate(inside)]
             inside = [new if each else old for each, old, new in zip(changing, inside, varied, strict=True)]
             after = self.call(bodies, [*fixed, *inside, *rest], turns=turns)
@@ -1059,15 +1050,17 @@ class _Follower(Interpreter[Value]):
         return [*final, *self.call(bodies, [*fixed, *inside, *rest], turns=turns)[loop.num_carry :]]
 
 
-_RULES: dict[str, Callable[[_Follower, _Equation], Value | list[Value]]] = {
-    **dict.fromkeys(_ELEMENTWISE, _Follower._elementwise),
-    **dict.fromkeys(("stack", "tile"), _Follower._beside),
+_Rule = Callable[[_Follower, _Equation], Value | list[Value]]
+_APPLIED: _Rule = lambda self, at: self._applied(at.kind, at.values)  # noqa: E731
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, _APPLIED),
+    **dict.fromkeys(("stack", "tile"), lambda self, at: self._joined(at.values, sums=False)),
     **dict.fromkeys(_WINDOWS, _Follower._window),
     **dict.fromkeys(_MATRIX, _Follower._matrix),
     **dict.fromkeys((*_ALONG, "top_k", "approx_top_k", "rev", "fft", "argsort"), _Follower._along),
     **dict.fromkeys(_REDUCES, _Follower._reduced),
     **dict.fromkeys(_LINEAR | _PASSES, _Follower._passed),
-    **dict.fromkeys(_ADDS, _Follower._added),
+    **dict.fromkeys(_ADDS, lambda self, at: self._joined(at.values, sums=True)),
     **dict.fromkeys(("mul", "div"), _Follower._product),
     **dict.fromkeys(_RANDOM, _Follower._random),
     **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min"), _Follower._scattered),
@@ -1084,18 +1077,44 @@ _RULES: dict[str, Callable[[_Follower, _Equation], Value | list[Value]]] = {
     "conv_general_dilated": _Follower._conv_general_dilated,
     "pad": _Follower._pad,
     "optimization_barrier": lambda _, at: list(at.values),
-    "scan": _Follower._elementwise,  # one that closes over arrays
+    "scan": _APPLIED,  # one that closes over arrays
     "shard_map": _Follower._map,
 }
 
 
+def _carried(body: Jaxpr, first: int) -> list[tuple[Var, Atom, JaxprEqn | None]]:
+    """Of each value that a loop carries, from the argument ``first`` on: what it was, what it becomes, and what makes it so."""
+    made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+    pairs = zip(body.invars[first:], body.outvars, strict=False)
+    return [(old, new, made.get(new) if isinstance(new, Var) else None) for old, new in pairs]
+
+
 def _stops_each(loop: While) -> bool:
     """Whether a loop's body leaves each value that it carries as it is where a condition says so."""
-    body = loop.body.jaxpr
-    made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
-    pairs = zip(body.invars[loop.num_fixed :], body.outvars, strict=True)
-    chosen = [(old, made.get(new) if isinstance(new, Var) else None) for old, new in pairs if new is not old]
+    chosen = [(old, eqn) for old, new, eqn in _carried(loop.body.jaxpr, loop.num_fixed) if new is not old]
     return all(eqn is not None and kind_of(eqn) == "select_n" and old in eqn.invars[1:] for old, eqn in chosen)
+
+
+def _counters(body: Jaxpr, first: int) -> set[int]:
+    """Which of the values that a loop carries grow by one in each turn."""
+    return {
+        k
+        for k, (old, _, eqn) in enumerate(_carried(body, first))
+        if eqn is not None and kind_of(eqn) == "add" and eqn.invars[0] is old and number_in(eqn.invars[1]) == 1
+    }
+
+
+def _sums(body: Jaxpr, first: int) -> set[int]:
+    """Which of the values that a loop carries are only added to."""
+    sums = set[int]()
+    for k, (old, new, eqn) in enumerate(_carried(body, first)):
+        readers = [each for each in body.eqns if old in each.invars]
+        while len(readers) == 1 and kind_of(readers[0]) == "convert_element_type":
+            readers = [each for each in body.eqns if readers[0].outvars[0] in each.invars]
+        read = body.outvars.count(old) > 0 or body.outvars.count(new) > 1 or any(new in each.invars for each in body.eqns)
+        if eqn is not None and kind_of(eqn) in ("add", "add_any") and readers == [eqn] and not read:
+            sums.add(k)
+    return sums
 
 
 OPAQUE = frozenset(
@@ -1111,35 +1130,6 @@ KNOWN = _Follower.enters.union(_RULES, _UNIFORM)
 
 def _whole(atom: Atom) -> bool:
     return jnp.issubdtype(aval_of(atom).dtype, jnp.integer) or aval_of(atom).dtype == bool
-
-
-def _counters(body: ClosedJaxpr, carried: range) -> set[int]:
-    """Which of the values that a loop carries grow by one in each turn."""
-    jaxpr = body.jaxpr
-    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    eqns = [made.get(out) if isinstance(out, Var) else None for out in jaxpr.outvars[: len(carried)]]
-    pairs = [(eqn, jaxpr.invars[index]) for eqn, index in zip(eqns, carried, strict=True)]
-    return {
-        k
-        for k, (eqn, var) in enumerate(pairs)
-        if eqn is not None and kind_of(eqn) == "add" and eqn.invars[0] is var and number_in(eqn.invars[1]) == 1
-    }
-
-
-def _sums(body: ClosedJaxpr, carried: range) -> set[int]:
-    """Which of the values that a loop carries are only added to."""
-    jaxpr, sums = body.jaxpr, set()
-    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    for k, index in enumerate(carried):
-        var, out = jaxpr.invars[index], jaxpr.outvars[k]
-        eqn = made.get(out) if isinstance(out, Var) else None
-        readers = [eqn for eqn in jaxpr.eqns if var in eqn.invars]
-        while len(readers) == 1 and kind_of(readers[0]) == "convert_element_type":
-            readers = [eqn for eqn in jaxpr.eqns if readers[0].outvars[0] in eqn.invars]
-        read = jaxpr.outvars.count(var) > 0 or jaxpr.outvars.count(out) > 1 or any(out in each.invars for each in jaxpr.eqns)
-        if eqn is not None and kind_of(eqn) in ("add", "add_any") and readers == [eqn] and not read:
-            sums.add(k)
-    return sums
 
 
 class Verdict(NamedTuple):
