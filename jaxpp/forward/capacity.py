@@ -117,9 +117,6 @@ class _Follower(Interpreter[_Value]):
     def row(self, value: _Value) -> _Value:
         return _part(value)
 
-    def stacked(self, value: _Value) -> _Value:
-        return _part(value)
-
 
 def _same(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
     return values[0] if not isinstance(values[0], _Whole) or _is_whole(eqn.outvars[0]) else None

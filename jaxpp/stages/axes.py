@@ -268,8 +268,8 @@ def _rule(eqn: JaxprEqn, axes: RankAxes) -> Derivative | None:
     """The derivative of a function that has one of its own; None if it cannot be traced."""
     own, gives = mesh_of(eqn), _inexact([aval_of(var) for var in eqn.outvars])
 
-    def derivative(mesh: AbstractMesh, *args: jax.Array) -> Tree:
-        run = _of_inexact(eqn if mesh is own else in_mesh(eqn, mesh))(args)
+    def derivative(of_inexact: Callable[..., Callable[..., Tree]], *args: jax.Array) -> Tree:
+        run = of_inexact(args)
         wanted = list(itertools.compress(args, _inexact(args)))
         if kind_of(eqn) == "custom_jvp":
             return jax.jvp(run, wanted, wanted)[0]
@@ -278,7 +278,8 @@ def _rule(eqn: JaxprEqn, axes: RankAxes) -> Derivative | None:
 
     whole = [] if axes.whole is None or not own.empty else [_untyped(axes.whole.abstract_mesh), axes.whole.abstract_mesh]
     for mesh in (own, *whole):
-        make = jax.make_jaxpr(functools.partial(derivative, mesh), axis_env=axes.env)
+        of_inexact = _of_inexact(eqn if mesh is own else in_mesh(eqn, mesh))
+        make = jax.make_jaxpr(functools.partial(derivative, of_inexact), axis_env=axes.env)
         try:
             return Derivative(traced_inside(mesh, (), lambda make=make: make(*varying_shapes(eqn.invars))).jaxpr, mesh)
         except NameError:
@@ -404,12 +405,13 @@ class _Mover(Interpreter[Atom]):
 
     def _on_rank(self, eqn: JaxprEqn) -> Sequence[Atom]:
         """An equation with the mesh of a rank in force."""
-        key = eqn.ctx, self._scope.mesh
-        context = self._contexts[key] = self._contexts.get(key) or in_mesh(eqn, self._scope.mesh)
+        scope = self._scope
+        key = eqn.ctx, scope.mesh
+        context = self._contexts[key] = self._contexts.get(key) or in_mesh(eqn, scope.mesh)
         outs = [self._fresh(var) for var in eqn.outvars]
         new = eqn.replace(outvars=outs, effects=self._bound(eqn.effects), ctx=context.ctx)
-        divided = set(self._scope.mesh.auto_axes)
-        if kind_of(new) in _CALLBACKS and self._scope.mesh.manual_axes and divided:  # they want all axes manual
+        divided = set(scope.mesh.auto_axes)
+        if kind_of(new) in _CALLBACKS and scope.mesh.manual_axes and divided:  # they want all axes manual
             call: Callable[..., Tree] = lambda *args: new.primitive.bind(*args, **new.params)  # noqa: E731
             if kind_of(new) == "io_callback" and outs:
                 rule = "where a rank has replicas and shards, a callback with effects has no results"
@@ -470,13 +472,14 @@ class _Mover(Interpreter[Atom]):
 
     def _made(self, eqn: JaxprEqn, function: Callable[..., Tree]) -> Sequence[Atom]:
         """The equations of a function of an equation's operands, in the equation's module."""
-        checked = set(map(self._own, self._scope.checked)).intersection(self._scope.mesh.manual_axes).difference(self._outside)
+        scope = self._scope
+        checked = set(map(self._rank_axis, scope.checked)).intersection(scope.mesh.manual_axes).difference(self._outside)
         env = self._env
-        if self._scope.blocks:  # where nothing is checked
+        if scope.blocks:  # where nothing is checked
             checked = set[str]()
-            shards = [(name, self._sizes[name]) for name in self._scope.mesh.manual_axes if name not in dict(env)]
-            env = (*env, *shards, *((_of_a_map(name), size) for name, size in self._scope.blocks.items()))
-        eqns, results = traced_inside(self._scope.mesh, checked, lambda: equations_of(function, eqn.invars, env))
+            shards = [(name, self._sizes[name]) for name in scope.mesh.manual_axes if name not in dict(env)]
+            env = (*env, *shards, *((_of_a_map(name), size) for name, size in scope.blocks.items()))
+        eqns, results = traced_inside(scope.mesh, checked, lambda: equations_of(function, eqn.invars, env))
         self._lines += [each.replace(source_info=eqn.source_info) for each in eqns]
         return results
 
@@ -504,42 +507,44 @@ class _Mover(Interpreter[Atom]):
         return self._made(eqn, lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(self._scope.mesh, spec)))
 
     def _map(self, eqn: JaxprEqn, mapped: ShardMap) -> Sequence[Atom]:
+        scope = self._scope
         sizes = mapped.mesh.shape
-        mine = [name for name in mapped.manual if self._divides(name) and self._own(name) not in self._scope.mesh.manual_axes]
-        mine = [name for name in mine if sizes[name] == self._sizes[self._own(name)]]
+        mine = [name for name in mapped.manual if self._divides(name) and self._rank_axis(name) not in scope.mesh.manual_axes]
+        mine = [name for name in mine if sizes[name] == self._sizes[self._rank_axis(name)]]
         named = {name for spec in mapped.specs for entry in spec for name in axis_names(entry)}.union(axes_named(mapped.body.eqns))
         able = named.intersection(mapped.manual).difference(mine)
         blocks = {name: size for name, size in sizes.items() if name in able and size > 1}
-        if blocks and self._scope.checked:
+        if blocks and scope.checked:
             rule, fix = (
                 "a map inside a map is over axes of a rank",
                 "pass check_vma=False to the outer map, or map over all axes at once",
             )
             raise _error(eqn, rule, f"the axis {next(iter(blocks))!r}", fix)
-        checked = self._scope.checked | mapped.manual if mapped.checked else frozenset()
-        gone = {**self._scope.gone, **{name: sizes[name] for name in mapped.manual.difference(mine) if name not in blocks}}
-        inside = replace(self._scope, gone=gone, checked=checked, blocks={**self._scope.blocks, **blocks})
+        checked = scope.checked | mapped.manual if mapped.checked else frozenset()
+        gone = {**scope.gone, **{name: sizes[name] for name in mapped.manual.difference(mine) if name not in blocks}}
+        inside = replace(scope, gone=gone, checked=checked, blocks={**scope.blocks, **blocks})
         if not mine and not blocks:
             with self._within(inside, self._lines):
                 return self.call(mapped.body, eqn.invars)
-        inside = replace(inside, mesh=self._scope.mesh.update_axis_types(dict.fromkeys(map(self._own, mine), AxisType.Manual)))
+        inside = replace(inside, mesh=scope.mesh.update_axis_types(dict.fromkeys(map(self._rank_axis, mine), AxisType.Manual)))
         specs = tuple(self._spec(eqn, spec, sizes, inside.blocks) for spec in mapped.specs)
-        manual = frozenset(map(self._own, mine))
+        manual = frozenset(map(self._rank_axis, mine))
         if inside.blocks:
             run: Callable[..., Tree] = jaxpr_as_fun(ClosedJaxpr(self.moved(mapped.body, inside), ()))
             ins, outs = specs[: len(eqn.invars)], specs[len(eqn.invars) :]
             if mine:
                 run = jax.shard_map(run, in_specs=ins, out_specs=list(outs), axis_names=set(manual), check_vma=False)
             return self._made(eqn, _by_blocks(run, mapped.specs, sizes, blocks))
-        new = ShardMap(self.moved(mapped.body, inside), self._scope.mesh, specs, manual, mapped.checked)
+        new = ShardMap(self.moved(mapped.body, inside), scope.mesh, specs, manual, mapped.checked)
         return self._on_rank(with_shard_map(eqn, new))
 
     def _collective(self, eqn: JaxprEqn, names: Sequence[str]) -> Sequence[Atom]:
+        scope = self._scope
         kind = kind_of(eqn)
-        if self._scope.blocks and kind in _VARYING:
+        if scope.blocks and kind in _VARYING:
             return eqn.invars
-        if found := [name for name in names if name in self._scope.blocks]:
-            others = [name for name in names if name not in self._scope.blocks]
+        if found := [name for name in names if name in scope.blocks]:
+            others = [name for name in names if name not in scope.blocks]
             if others and kind not in _REDUCTIONS:
                 rule = (
                     f"in a map, a rank computes all blocks along {found[0]!r} itself, and its devices share those along "
@@ -549,17 +554,17 @@ class _Mover(Interpreter[Atom]):
             eqn = _renamed(eqn, [_of_a_map(name) for name in found])
             results = self._on_rank(eqn)
             return self._collective(_renamed(eqn, others).replace(invars=list(results)), others) if others else results
-        if self._scope.blocks:
+        if scope.blocks:
             eqn = _renamed(eqn, names)
-        wrong = [name for name in names if self._scope.gone.get(name, 1) > 1]
+        wrong = [name for name in names if scope.gone.get(name, 1) > 1]
         if wrong and kind not in _VARYING:
             rule = "a collective inside shard_map is one between the shards of a rank"
             outside = "leave the axis out of axis_names, and call the collective outside of shard_map"
-            fix = outside if self._own(wrong[0]) == DATA else _FIX
+            fix = outside if self._rank_axis(wrong[0]) == DATA else _FIX
             raise _error(eqn, rule, f"{kind.removesuffix('_invariant')} over {wrong[0]!r}", fix)
-        kept = [name for name in names if name not in self._scope.gone and self._divides(name)]
-        own = tuple(dict.fromkeys(map(self._own, kept)))
-        counts = {axis: math.prod(self._count[name] for name in kept if self._own(name) == axis) for axis in own}
+        kept = [name for name in names if name not in scope.gone and self._divides(name)]
+        own = tuple(dict.fromkeys(map(self._rank_axis, kept)))
+        counts = {axis: math.prod(self._count[name] for name in kept if self._rank_axis(name) == axis) for axis in own}
         parts = [axis for axis in own if counts[axis] != self._sizes[axis]]
         if parts or (kept and len(own) < len(names) and "axes" not in eqn.params):
             rule = "a collective is over all axes that stand for the same axis of a rank, and no other"
@@ -582,14 +587,14 @@ class _Mover(Interpreter[Atom]):
             name
             for given in spec
             for name in axis_names(given)
-            if self._own(name) not in (*self._sizes, PIPE, DATA, MODEL) and sizes[name] > 1 and name not in blocks
+            if self._rank_axis(name) not in (*self._sizes, PIPE, DATA, MODEL) and sizes[name] > 1 and name not in blocks
         ]
         if wrong and self._sizes:
             rule = f"inside a stage, values are sharded over the axes of a rank: {', '.join(map(repr, self._sizes))}"
             raise _error(eqn, rule, f"the axis {wrong[0]!r}")
 
         def entry(given: Tree) -> Tree:
-            names = dict.fromkeys(self._own(name) for name in axis_names(given) if self._divides(name) and name not in blocks)
+            names = dict.fromkeys(self._rank_axis(name) for name in axis_names(given) if self._divides(name) and name not in blocks)
             own = tuple(name for name in names if name not in self._scope.mesh.manual_axes)
             return given if given is PartitionSpec.UNCONSTRAINED else own or None
 
@@ -597,15 +602,15 @@ class _Mover(Interpreter[Atom]):
 
     def _divides(self, name: str) -> bool:
         """Whether a rank has several devices along an axis."""
-        return self._sizes.get(self._own(name), 1) > 1
+        return self._sizes.get(self._rank_axis(name), 1) > 1
 
-    def _own(self, name: str) -> str:
+    def _rank_axis(self, name: str) -> str:
         """What an axis is called on a rank."""
         return self._axis.get(name, name)
 
     def _fresh(self, atom: Atom) -> Leaf:
         divided = (lambda _: False) if self._scope.blocks else self._divides
-        return on_mesh(atom, self._scope.mesh, lambda names: [self._own(name) for name in names if divided(name)])
+        return on_mesh(atom, self._scope.mesh, lambda names: [self._rank_axis(name) for name in names if divided(name)])
 
     def _bound(self, effects: Iterable[_T]) -> frozenset[_T]:
         """The effects without those that name an axis which programs on a rank do not have."""

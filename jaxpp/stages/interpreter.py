@@ -1,10 +1,10 @@
 """One walk over the equations of a traced function, for everything that follows values through it.
 
 An *interpreter* has a value for each variable: what is known of it, how it is divided, or what stands for it in a copy. It takes
-the equations in their order, reads the values of the operands, and asks for those of the results: a rule of its table, if there is
-one for the kind of equation, or ``otherwise``. Equations that run functions inside them (calls, loops, branches; the form of each
-is in ``jaxpr.py``) are entered here, once for all interpreters: each says which kinds it enters, and what it knows of a value that
-is one or the other (``either``), of a row of a value (``row``), and of one that is made of such rows (``stacked``).
+the equations in their order, reads the values of the operands, and makes those of the results by a table of its own (``plain``).
+Equations that run functions inside them (calls, loops, branches; the form of each is in ``jaxpr.py``) are entered here, once for
+all interpreters: each says which kinds it enters, and what it knows of a value that is one or the other (``either``), and of rows
+of a value (``row``).
 """
 
 import sys
@@ -89,11 +89,7 @@ class Interpreter(Generic[_V]):
         raise NotImplementedError
 
     def row(self, value: _V) -> _V:
-        """The value of a row of what a loop runs over."""
-        return value
-
-    def stacked(self, value: _V) -> _V:
-        """The value of what a loop makes of such rows."""
+        """The value of a row of what a loop runs over; and of what it makes of such rows."""
         return value
 
     def unsettled(self, value: _V) -> _V:
@@ -129,7 +125,7 @@ class Interpreter(Generic[_V]):
             return self.call(loop.body, [*fixed, *carried, *rows])
 
         carry = self.settled(lambda carried: run(carried)[: loop.num_carry], carry)
-        return [*carry, *map(self.stacked, run(carry)[loop.num_carry :])]
+        return [*carry, *map(self.row, run(carry)[loop.num_carry :])]
 
     def looped(self, eqn: Equation, loop: While, values: list[_V]) -> Sequence[_V]:
         """The values of what a ``lax.while_loop`` carries in the end."""

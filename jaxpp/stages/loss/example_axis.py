@@ -523,9 +523,9 @@ class _Follower(Interpreter[Value]):
             return b
         sums = Relation.TOTAL, Relation.FUNCTION
         if b.kind in sums and (divided or b.kind == Relation.FUNCTION or a.kind in sums):
-            known = self._function("div" if divided else "mul", values)
-            if known is not None:
-                return known
+            found = self._function("div" if divided else "mul", values)
+            if found is not None:
+                return found
             if divided or b.kind == Relation.FUNCTION or (a.count is not None and a.count.var is b.total is not None):
                 return self._scaled(a, b, "/" if divided else "*")
         if a.kind in sums and not divided and (a.kind == Relation.FUNCTION or (b.count and b.count.var is a.total is not None)):
@@ -533,9 +533,9 @@ class _Follower(Interpreter[Value]):
         if divided:
             if b.count is not None:
                 return self._mixed("a value is divided by a mean over the examples")
-            known = self._function("div", values) if a.kind == Relation.FUNCTION else None
-            if known is not None:
-                return known
+            found = self._function("div", values) if a.kind == Relation.FUNCTION else None
+            if found is not None:
+                return found
             b = replace(b, degree=None if b.degree is None else -b.degree)
         reduced = [value for value in values if value.kind in _REDUCED]
         if reduced and (reduced[0].kind != Relation.TOTAL or (divided and b.kind in _REDUCED)):
@@ -869,17 +869,17 @@ class _Follower(Interpreter[Value]):
             return mixed
         if indices.value.kind in _REDUCED:
             return self._mixed("an index is computed of all examples")
-        own = False  # whether each example writes at its own place
+        in_place = False  # whether each example writes at its own place
         if operand.axes:
             axis, columns = operand.axes[0], named.scatter_dims_to_operand_dims
             numbered = axis in columns and self._numbers(indices, columns.index(axis))
             window = axis not in named.inserted_window_dims and axis not in columns and not indices.axes and bool(update.axes)
-            own = axis in named.operand_batching_dims or numbered or window
+            in_place = axis in named.operand_batching_dims or numbered or window
         if all(value.kind == Relation.SAME for value in values):
-            placed = bool(operand.axes) and (operand.value.placed or update.value.placed or not own)
+            placed = bool(operand.axes) and (operand.value.placed or update.value.placed or not in_place)
             return Value(degree=0 if all(value.degree == 0 for value in values) else None, placed=placed)
         if operand.axes:
-            if own:
+            if in_place:
                 return self._rows_of(self._joined([operand.value, update.value], sums=True), [replace(indices.value, placed=False)])
             return self._mixed("rows of examples are put at other places")
         if not (update.axes or indices.axes):
