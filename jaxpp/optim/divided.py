@@ -173,18 +173,15 @@ class _Body(Interpreter[_Value]):
         bits = functools.reduce(int.__or__, (value.arguments for value in values if isinstance(value, _Divided)))
         made = list[list[Var]]()
         for k in range(len(next(filter(None, divided)).bounds)):
-            operands = self._operands(eqn, values, way.reads, k)
+            try:
+                operands = [self._part(value, along, k) for value, along in zip(values, way.reads, strict=True)]
+            except _MixedError as error:  # of two operands, one is wanted whole, or divided otherwise
+                raise _MixedError(kind_of(eqn)) from error
             shapes = [along and along.shape(aval_of(out).shape, k) for out, along in zip(eqn.outvars, way.makes, strict=True)]
             made.append(self._emit(eqn, operands, shapes, way.changes(k)))
         for along, parts in zip(way.makes, zip(*made, strict=True), strict=True):
             found.append(_Divided(along, parts, bits) if along else self._joined(eqn, way, divided, parts))
         return found
-
-    def _operands(self, eqn: JaxprEqn, values: Sequence[_Value], reads: _Alongs, k: int) -> list[Atom]:
-        try:
-            return [self._part(value, along, k) for value, along in zip(values, reads, strict=True)]
-        except _MixedError as error:  # of two operands, one is wanted whole, or divided otherwise
-            raise _MixedError(kind_of(eqn)) from error
 
     def _joined(self, eqn: JaxprEqn, way: _Way, divided: _Alongs, parts: Sequence[Var]) -> Atom:
         if way.join is None:

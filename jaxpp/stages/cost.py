@@ -20,16 +20,20 @@ def count_bytes(aval: object) -> int:
     return size * (8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize)
 
 
-def count_flops(eqn: JaxprEqn) -> float:
+def count_flops(eqn: JaxprEqn, *, elementwise: bool = True) -> float:
     """Floating-point operations of one equation, looking into loops, branches and calls."""
-    results = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
-    summed = terms(eqn)
+    results, summed = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars), terms(eqn)
     if summed is not None:
         return 2.0 * results * summed
-    inside = work_of(eqn, lambda body: sum(map(count_flops, body.eqns)))
+    inside = work_of(eqn, lambda body: sum(count_flops(each, elementwise=elementwise) for each in body.eqns))
     if inside is not None:
         return inside
-    return 0.0 if kind_of(eqn) in FREE else float(results)
+    return float(results) if elementwise and kind_of(eqn) not in FREE else 0.0
+
+
+def product_flops(eqn: JaxprEqn) -> float:
+    """Those of its matrix products and convolutions alone."""
+    return count_flops(eqn, elementwise=False)
 
 
 def coarsest_dtype(eqns: Iterable[JaxprEqn]) -> DType | None:

@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var, jaxp
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.tracebacks import entries
 from jaxpp.stages.axes import AxisEnv
-from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.cost import count_bytes, product_flops
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import (
     LAYOUT,
@@ -49,7 +49,6 @@ from jaxpp.stages.repeatable import (
     is_written,
     may_repeat,
     price_of,
-    product_flops,
     repeatable,
     settled,
 )

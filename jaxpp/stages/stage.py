@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jaxpp.stages.axes import RankAxes
-from jaxpp.stages.cost import count_bytes, count_flops
+from jaxpp.stages.cost import count_bytes, count_flops, product_flops
 from jaxpp.stages.estimate import CPU_RATES, Rates, seconds_of
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.floating import is_quantised
@@ -30,7 +30,7 @@ from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import TracedLoss, cheap_values
 from jaxpp.stages.program import SMALL, Backward, Fused, Pack, Program, Ref, Role, packed, packs_of
 from jaxpp.stages.remat import Halves, RematPolicy
-from jaxpp.stages.repeatable import decodes, product_flops
+from jaxpp.stages.repeatable import decodes
 from jaxpp.stages.scatters import Summands, summands_of, with_one_hots
 from jaxpp.types import Aval, Tree
 
