@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_flags, check_function
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
-from jaxpp.plan.visits import WAITING
+from jaxpp.plan.passes.visits import WAITING
 from jaxpp.runtime.edges import HOST_MEMORY
 from jaxpp.runtime.place import (
     AxisMap,

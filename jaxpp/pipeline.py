@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.init_arguments import first_leaves
 from jaxpp.engine.outcome import Outcome, leaves_read
-from jaxpp.engine.state import Metrics, State, num_gone, settle, states_of, steps_of, tail_of
+from jaxpp.engine.state import Metrics, State, left_to, num_gone, settle, states_of, steps_of, tail_of
 from jaxpp.engine.tail import Rest, Tail
 from jaxpp.errors import ArgumentError, CutError, StateError
 from jaxpp.errors.checks import check_flags, check_function, check_optimizer, refuse_tracers
@@ -445,7 +445,7 @@ class Pipeline(Forward):
         engine, runner = setup.engine, self._opened("init").runner
         self._newest.state = None  # there may be no room for two
         leaves = first_leaves(engine, given, runner.held(engine.placed.names), runner.held(engine.placed.homes))
-        leaves = engine.with_previous(runner.with_opt_state(leaves)._replace(loss_scale=engine.make_loss_scale()))
+        leaves = engine.first_state(runner.with_opt_state(leaves))
         self._newest.state = state = setup.states.wrap(leaves)
         return state
 
@@ -532,7 +532,7 @@ class Pipeline(Forward):
                     elif not isinstance(error, Exception) and not hold.begun:
                         error.add_note("jaxpp: the step changed nothing: go on with state = pipe.state")
                     raise
-                new_leaves = outcome.state if donate else setup.engine.apart(outcome.state)
+                new_leaves = outcome.state if donate else setup.engine.distinct(outcome.state)
                 self._newest.state = new = setup.states.wrap(new_leaves, num_steps + 1)
             setup.detector.add(outcome.squares)
         squares = dict(zip(setup.engine.watched, outcome.squares, strict=True))
@@ -545,11 +545,11 @@ class Pipeline(Forward):
         def read(outcome: Outcome[Array]) -> dict[str, Tree]:
             return {"grad_norm": outcome.grad_norm, "squares": dict(zip(watched, outcome.squares, strict=True))}
 
-        report: Tree = Rest(tail, read, at_once=True)
+        report = Rest(tail, read, at_once=True)
         tail.then.append(lambda outcome: setup.detector.add(outcome.squares))
         new = setup.states.after(tail, num_steps)
         self._newest.begin(new, tail)
-        return new, Metrics(tail.first.loss, tail.first.aux, report, None, num_steps, report)
+        return new, left_to(report, Metrics(tail.first.loss, tail.first.aux, step=num_steps))
 
     def flush(self, state: State) -> State:
         """End the flow of steps: with ``delay=1``, hand over the rest of the step that made this state.

@@ -22,8 +22,7 @@ from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
 from jaxpp.engine.state import State, states_of
 from jaxpp.errors import BatchError, VerifyError
-from jaxpp.optim.owners import updated
-from jaxpp.optim.trains import part_of
+from jaxpp.optim.owners import part_of, updated
 from jaxpp.plan.microbatch_weights import Sharing
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.edges import check_alive, put
@@ -320,7 +319,7 @@ def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key
     traced = engine.preparer.step(batch, key).cuts[0].loss
     spread = _grads_of(engine, found)
     model_state = _model_state_of(engine, found)
-    groups = engine.preparer.groups.current if engine.placed.known["own"] else ()
+    groups = engine.preparer.groups.current if engine.placed.per_replica else ()
     options = {
         "has_aux": config.has_aux,
         "weight": layout.weight,
@@ -440,7 +439,7 @@ def _size_of_terms(loss_fn: LossFn, *, has_state: bool) -> LossFn:
 def _state_of(engine: Engine, leaves: Leaves[Array], step: int | None = 0) -> State:
     """The state that has these leaves, whole; what each replica has of its own has a row for each."""
     states = states_of(engine)
-    if not (engine.placed.known["own"] and engine.slicing.any):
+    if not (engine.placed.per_replica and engine.slicing.any):
         return states.wrap(leaves, step)
     each = [states.wrap(own, step) for own in _of_each_replica(engine, leaves)]
     return each[0].replace(**{part: _together([getattr(one, part) for one in each]) for part in ("params", "opt_state")})
@@ -450,7 +449,7 @@ def _grads_of(engine: Engine, found: Outcome[Array]) -> Grads:
     """The whole gradients of a step; those of what each replica has of its own have a row for each."""
     tree, shared = jax.tree.structure(engine.layout.params), engine.layout.num_shared
     grads = filled(found.grads, jax.tree.leaves(engine.layout.params), masked)
-    if not (engine.placed.known["own"] and engine.slicing.any):
+    if not (engine.placed.per_replica and engine.slicing.any):
         return assembled(tree.unflatten(grads))
     each = _of_each_replica(engine, Leaves(grads[:shared], grads[shared:]))
     return _together([assembled(tree.unflatten(grads.all_params)) for grads in each])
@@ -519,7 +518,7 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
     grads = _grads_of(engine, found)
     model_state = _model_state_of(engine, found)
     grads, whole, model_state, loss = _on_one_device((grads, state, model_state, found.loss))
-    if engine.placed.known["own"]:
+    if engine.placed.per_replica:
         rows = zip(*(_apart(part, engine) for part in (grads, whole.params, whole.opt_state)), strict=True)
         made = [update(grad, whole.replace(params=params, opt_state=opt), model_state, loss) for grad, params, opt in rows]
         parts = {part: _together([getattr(one, part) for one in made]) for part in ("params", "opt_state")}

@@ -52,8 +52,11 @@ SHAPED = (
 """Where annotations with shapes are checked at every call."""
 
 with install_import_hook(SHAPED, "beartype.beartype"):
-    import jaxpp.tuning  # noqa: F401  (all modules, imported while they are checked)
+    import jaxpp.plan.passes.transform
+    import jaxpp.tuning
     from tests.models import gpt_case, mlp_case
+
+jaxpp.plan.passes.transform.always_check = True
 
 
 MOST_WORKERS = 4

@@ -215,6 +215,6 @@ def lowering(num_stages: int, num_microbatches: int, schedule: str) -> Lowering:
     lines = time.perf_counter() - begun
     known = first.lower("update", problem.batch, None)
     begun = time.perf_counter()
-    plan, _ = compile_plan(known.bound, first.programs, first.preparer.groups, known.inputs, known.outputs)
+    plan, _ = compile_plan(known.bound, first.programs, first.preparer.groups)
     slots = time.perf_counter() - begun
     return Lowering(num_stages, num_microbatches, len(plan.instructions), lines, slots)

@@ -4,31 +4,34 @@ An engine (``open_engine``, once shapes are known) speaks in ``Leaves``; its fac
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 import optax
 
 from jaxpp.engine.compared import step_texts
-from jaxpp.engine.layout import Layout, Placed, Preparer, lay_out, place_leaves, with_previous
+from jaxpp.engine.layout import Layout, Placed, Preparer, lay_out, place_leaves
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.made_to_measure import made_for
-from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves, with_reports
+from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves
 from jaxpp.engine.tail import Tail
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes, shapes_key
 from jaxpp.errors import StateError
 from jaxpp.optim.update import Update, add_update, flat
 from jaxpp.options import Options
-from jaxpp.plan.builder import CALLER, Builder, Name
-from jaxpp.plan.flow import in_flow
+from jaxpp.plan.builder import CALLER, Builder, LineList, Name, here
 from jaxpp.plan.lower import INIT_KEY, add_gradients, add_wait, add_zero_gradients, forward_actions, lower, lower_init
+from jaxpp.plan.passes.donate import donate, let_go
+from jaxpp.plan.passes.flow import in_flow, with_previous
+from jaxpp.plan.passes.offload import offload, without_needless
+from jaxpp.plan.passes.transform import Pass, transform
+from jaxpp.plan.passes.visits import early, visit
 from jaxpp.plan.plan import Plan
-from jaxpp.plan.step import Leaves, Step, state_name, total_name
-from jaxpp.plan.visits import Visits, early, here
-from jaxpp.runtime.bind import add_reports, bind_lines, compile_plan
+from jaxpp.plan.step import COPIES, Leaves, Step, state_name, total_name
+from jaxpp.runtime.bind import Bound, bind_lines, compile_plan, report
 from jaxpp.runtime.compile import Programs, trace_context
 from jaxpp.runtime.debug_nans import NanCheck, flags
 from jaxpp.runtime.edges import HOST_MEMORY, at_replica, put, put_at, split_over_replicas, to_homes, unaliased
@@ -38,11 +41,12 @@ from jaxpp.runtime.place import Place, Placement
 from jaxpp.runtime.processes.channel import Agreement, agreement, transfers
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.offload import Offloaded
 from jaxpp.schedule.registry import AUTO, with_microbatches
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.floating import has_gradient
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.jaxpr import calls_host, describe, shapes_of
+from jaxpp.stages.jaxpr import calls_host, describe
 from jaxpp.stages.loss.microbatch import Microbatches, batch_avals
 from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.remat import RematPolicy
@@ -85,8 +89,12 @@ class Engine:
         """The same cuts in another order, programs shared where a stage keeps its device; ``offload`` is as here if None."""
         offload = self.options.offload if offload is None else offload
         options = dataclasses.replace(self.options, schedule=schedule, offload=offload, made_to_measure=False)
-        placed = dataclasses.replace(self.placed, base=options.placement)
-        preparer = self.preparer.for_schedule(options, placed.placement)
+        return self._with(options, base=options.placement)
+
+    def _with(self, options: Options, **changed: Tree) -> "Engine":
+        """The same stages under other options, where something of ``placed`` is another."""
+        placed = dataclasses.replace(self.placed, **changed)
+        preparer = self.preparer.for_options(options, placed.placement)
         return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
 
     def at(self, batch: Batch) -> "Engine":
@@ -105,31 +113,22 @@ class Engine:
 
     def with_remat(self, remat: tuple[RematPolicy, ...] | None, offload: tuple[int | None, ...]) -> "Engine":
         """The same cuts and the same schedule, with stages that keep something else."""
-        options = dataclasses.replace(self.options, remat=remat, offload=offload)
-        preparer = (
-            self.preparer.for_schedule(options, self.placement) if remat == self.options.remat else self.preparer.for_remat(options)
-        )
-        return Engine(options, self.optimizer, self.placed, preparer, self.programs, self.opened_at)
+        return self._with(dataclasses.replace(self.options, remat=remat, offload=offload))
 
     def with_host(self, host: str | None) -> "Engine":
         """The same cuts and the same schedule, with other parts of the state in host memory."""
         if host == self.options.host:
             return self
         options = self.options.with_host(host)
-        placed = dataclasses.replace(self.placed, waiting=options.waiting)
-        preparer = self.preparer.for_schedule(options, placed.placement)
-        return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
+        return self._with(options, waiting=options.waiting)
 
     @cached_property
     def replicas(self) -> tuple["Engine", ...]:
         """An engine for each replica, which holds the same parameters and knows of no others; itself if there is one."""
-        return (self,) if self.placement.num_replicas == 1 else tuple(map(self._replica, range(self.placement.num_replicas)))
-
-    def _replica(self, number: int) -> "Engine":
-        options = self.options.alone(number)
-        placed = dataclasses.replace(self.placed, base=options.placement, known=dict(self.placed.known) | {"own": frozenset()})
-        preparer = self.preparer.for_replica(options, placed.placement)
-        return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
+        if self.placement.num_replicas == 1:
+            return (self,)
+        each = map(self.options.alone, range(self.placement.num_replicas))
+        return tuple(self._with(options, base=options.placement) for options in each)
 
     def at_replica(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The parameters of a state that is held by all replicas, as this engine of one of them holds them."""
@@ -169,11 +168,13 @@ class Engine:
         return () if self.placed.update is None else self.placed.update.watched
 
     def _traced_again(self) -> Update:
-        placed = self.placed, place_leaves(self.options, self.optimizer, self.layout, self.preparer.first_cut)
-        first, found = (each.update for each in placed)
-        assert first and found, "value_and_grad has no optimizer, and no updates"
-        had, has = (shapes_of(update.init_graph.outputs) for update in (first, found))
-        if (first.tree, first.opt_owner, had) != (found.tree, found.opt_owner, has):
+        optimizer, first = self.layout.optimizer, self.placed.update
+        assert optimizer and first, "value_and_grad has no optimizer, and no updates"
+        layout = dataclasses.replace(self.layout, optimizer=optimizer.again())
+        found = place_leaves(self.options, layout, self.preparer.first_cut).update
+        assert found, "an optimizer has an update"
+        had, has = ([leaf.aval for leaf in update.leaves.all_opt] for update in (first, found))
+        if (first.tree, first.leaves.all_opt) != (found.tree, found.leaves.all_opt):
             rule = "a state is trained under the options of JAX that decide its types as they were when init made it"
             changed = [f"{describe(a)} becomes {describe(b)}" for a, b in zip(had, has, strict=False) if a != b]
             fix = "set jax_enable_x64 and the like before init, or call init again"
@@ -198,18 +199,20 @@ class Engine:
 
     def bring(self, variables: Tree) -> Leaves[Array]:
         """Parameters as they are held, and the model state if the loss has any, brought to their owners."""
-        homes = self.placed.homes._replace(opt=(), own_opt=(), loss_scale=(), previous=())
+        homes = self.placed.homes.variables
         return homes.fill(to_homes(jax.tree.leaves(variables), homes.flat()))
 
     def copy(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """Copies of the leaves of a state, each on its owner."""
         return leaves.fill([put(leaf, home) for leaf, home in zip(leaves.flat(), self.placed.homes.flat(), strict=True)])
 
-    def with_previous(self, leaves: Leaves[Array]) -> Leaves[Array]:
-        """The leaves of a first state, whose parameters before the last step are copies of the parameters."""
-        homes = self.placed.homes.previous
-        params = [leaves.params[leaf] for leaf in self.placed.stale]
-        return leaves._replace(previous=[put(leaf, home) for leaf, home in zip(params, homes, strict=True)])
+    def first_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """The leaves of a first state, of its variables and the optimizer's: with the loss scale, and copies of parameters."""
+        placed, params = self.placed, leaves.params
+        for group in COPIES:
+            pairs = zip(getattr(placed.leaves, group), getattr(placed.homes, group), strict=True)
+            leaves = leaves._replace(**{group: [put(params[leaf.index], home) for leaf, home in pairs]})
+        return leaves._replace(loss_scale=self.make_loss_scale())
 
     def before_last(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The leaves of a state with the parameters of which the gradients of its next step are: with ``delay`` older ones."""
@@ -218,11 +221,10 @@ class Engine:
             params[leaf] = value
         return leaves._replace(params=params)
 
-    def apart(self, leaves: Leaves[Array]) -> Leaves[Array]:
+    def distinct(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The leaves of a state after a step, with copies of those that are the arrays of the state before it."""
-        flat, homes = leaves.flat(), self.placed.homes.flat()
-        kept = self.update.kept | set(range(len(flat) - len(leaves.previous), len(flat)))
-        return leaves.fill([put(leaf, homes[k]) if k in kept else leaf for k, leaf in enumerate(flat)]) if kept else leaves
+        table = zip(leaves.flat(), self.placed.leaves.flat(), self.placed.homes.flat(), strict=True)
+        return leaves.fill([value if leaf.changes else put(value, home) for value, leaf, home in table])
 
     def sliced(self, made: Tree) -> Tree:
         """What init was given or made, as it is held."""
@@ -237,33 +239,56 @@ class Engine:
 
     def make_params(self, graph: Graph, key: Key, wanted: Leaves[Name]) -> Leaves[Array]:
         """Make the leaves that the traced init returns, which are called ``wanted``, each on its owner."""
-        builder = lower_init(graph, [INIT_KEY], list(map(here, wanted.flat())))
-        return wanted.fill(self._run_once(builder, [INIT_KEY], wanted.flat(), [key]))
+        made = list(map(here, wanted.flat()))
+        return wanted.fill(self._run_once(lower_init(graph, [INIT_KEY], made), [INIT_KEY], made, [key]))
 
     def make_opt_state(self, params: Sequence[Array]) -> list[Array]:
         """Make the optimizer state of all parameters, shared and own, each leaf on its owner."""
-        given, made = self.placed.names.all_params, self.placed.names.all_opt
-        builder = lower_init(self.update.init_graph, list(map(here, given)), list(map(here, made)), "init_optimizer")
+        names = self.placed.names_on_devices
+        given, made = names.all_params, names.all_opt
+        builder = lower_init(self.update.init_graph, given, made, "init_optimizer")
         return self._run_once(builder, given, made, params)
 
     def _run_once(
         self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name], arguments: Sequence[Array]
     ) -> list[Array]:
-        builder, outputs = self.visited(builder, inputs, list(map(here, outputs)))
-        bound, leaves = bind_lines(builder, self.placement), self.placed.shapes_by_role
-        plan, _ = compile_plan(bound, self.programs, self.preparer.groups, inputs, outputs, leaves=leaves)
+        bound = self.bind(builder.finish(inputs, outputs))
+        plan, _ = compile_plan(bound, self.programs, self.preparer.groups, leaves=self.placed.shapes_by_role)
         return execute(plan, arguments)
 
-    def visited(
-        self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name], *, consumes: bool = False
-    ) -> tuple[Builder, list[Name]]:
-        """The lines with copies of what waits in host memory, and what the outputs are then called."""
-        if not self.options.waiting:
-            return builder, list(outputs)
-        let_go = _delete if consumes else None
-        visits = Visits(builder, self.placement.places, self.options.waiting, self.placed.numbers, inputs, outputs, let_go)
-        made, copies = visits.run()
-        return made, [copies.get(name, name) for name in outputs]
+    def bind(
+        self,
+        draft: LineList,
+        gives: Collection[Name] = (),
+        told: Collection[Name] = (),
+        *,
+        offloaded: Sequence[Offloaded] = (),
+        by_stage: bool = False,
+        flowing: Pass | None = None,
+    ) -> Bound:
+        """Lines over names as lines with places: all passes, in their order.
+
+        Args:
+            draft: lines in which everything is on devices.
+            gives: the arguments that the caller does not read again.
+            told: the results that every process is told.
+            offloaded: the residuals that wait in host memory.
+            by_stage: whether a stage is updated as soon as its gradients are complete.
+            flowing: what divides them for the next step to begin before they end.
+        """
+        placement, waiting = self.placement, self.options.waiting
+        passes: list[tuple[object, Pass | None]] = [
+            (offloaded, partial(offload, offloaded=offloaded, order=self.options.schedule.order)),
+            (told and not self.alone, partial(report, placement=placement, told=told)),
+            (by_stage, early),
+            (waiting, partial(visit, places=placement.places, roles=waiting, stays=self.placed.numbers)),
+            (waiting, partial(let_go, gives=gives, delete=_delete)),
+            (True, partial(bind_lines, placement=placement)),
+            (True, without_needless),
+            (not any(flags()), partial(donate, gives=gives)),  # what made a NaN runs again, on the same arguments
+            (flowing, flowing),
+        ]
+        return cast("Bound", transform(draft, [one for wanted, one in passes if wanted and one]))
 
     def make_loss_scale(self) -> list[Array]:
         """Make the loss scale, on its owner."""
@@ -315,8 +340,7 @@ class Engine:
         what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
         checked = NanCheck(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
         options = {"leaves": self.placed.shapes_by_role, "watched": watched, "check": checked, "what": what}
-        names = lowered.inputs, lowered.outputs
-        plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, *names, **options)
+        plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, **options)
         return plan, dataclasses.replace(lowered, bound=bound)
 
     @property
@@ -331,8 +355,8 @@ class Engine:
         """
         kept = self._shapes.find(shape) or _AtShape()
         change(kept)
-        full, apart = self._shapes.put(shape, kept), any(step.apart for step, _ in kept.steps.values())
-        if full and not apart:
+        full, one_by_one = self._shapes.put(shape, kept), any(step.one_by_one for step, _ in kept.steps.values())
+        if full and not one_by_one:
             shapes = [at for engine in (self, *self._by_count.values()) for at in engine._shapes.values()]
             self.preparer.forget({id(cut) for at in shapes for step, _ in at.steps.values() for cut in step.cuts})
         return kept
@@ -352,26 +376,27 @@ class Engine:
             step = self.preparer.step(batch, key, loss_fn=loss_fn, train=train)
             forwards = forward_actions(schedule.num_stages, len(step.sizes), visits=step.visits)
             actions = schedule.order if train else forwards
-            pairs = schedule.pairs if fused else {}
-            made = step, lower(step, actions, offloaded=self.options.offloaded if train else (), pairs=pairs)
+            made = step, lower(step, actions, pairs=schedule.pairs if fused else {})
             kept = self._keep(shape, lambda kept: kept.steps.update({(train, fused): made}))
         step, lines = kept.steps[train, fused]
         builder = lines.copy()
-        found = self._results(purpose, builder, step, donate=donate)
-        inputs = _read_by(purpose, self.placed.names).flat()
-        inputs += step.given
-        inputs += [] if key is None else [Name(CALLER, Ref(Role.KEY))]
-        if step.visits:
-            builder.lines = early(builder.lines)
-        flat, tree = jax.tree.flatten(found, is_leaf=lambda value: isinstance(value, Name))
-        flat = list(map(builder.first, flat))
-        consumes = purpose == "update" and donate and not any(flags()) and not calls_host(self.update.graph.eqns)
-        builder, flat = self.visited(builder, inputs, flat, consumes=consumes)
-        bound = bind_lines(builder, self.placement)
-        lowered = LoweredStep(bound, step, inputs, tree.unflatten(map(bound.resolve, flat)))
-        return self._in_flow(lowered) if purpose == "update" and self.options.delay and donate else lowered
+        results, tree = jax.tree.flatten(self._results(purpose, builder, step), is_leaf=lambda value: isinstance(value, Name))
+        given = _read_by(purpose, self.placed.names_on_devices)
+        inputs = [*given.flat(), *step.given, *([] if key is None else [Name(CALLER, Ref(Role.KEY))])]
+        donate = donate and purpose == "update" and not any(flags()) and not calls_host(self.update.graph.eqns)
+        gives = given._replace(model_state=(), loss_scale=()).flat() if donate else []
+        flows = donate and self.options.delay and not (step.calls_host or self.options.offloaded or self._limit is not None)
+        bound = self.bind(
+            builder.finish(inputs, results),
+            gives,
+            _told(tree.unflatten(results)),
+            offloaded=self.options.offloaded if train else (),
+            by_stage=step.visits,
+            flowing=partial(self._in_flow, tree=tree) if flows else None,
+        )
+        return LoweredStep(bound, step, tree)
 
-    def _results(self, purpose: Purpose, builder: Builder, step: Step, *, donate: bool) -> Outcome[Name]:
+    def _results(self, purpose: Purpose, builder: Builder, step: Step) -> Outcome[Name]:
         """What the results of a step are called; adds the lines that make them of its gradients."""
         names = self.placed.names_on_devices
         loss = total_name(step.loss_stage, Role.LOSS) if self.options.is_loss else None
@@ -381,31 +406,22 @@ class Engine:
         ]
         if purpose == "update":
             builder.lines = with_previous(builder.lines, self.placed.stale)
-            found = self._add_update(builder, step, found, states, donate=donate)
-        elif purpose == "grads":
+            return self._add_update(builder, step, found, states)
+        if purpose == "grads":
             add_gradients(builder, step)
             owners = zip(self.owner, step.params, strict=True)
             grads = [total_name(stage, Role.GRAD, leaf) for leaf, (stage, shape) in enumerate(owners) if has_gradient(shape)]
-            found = found._replace(grads=grads, model_state=states)
-        else:
-            found = found._replace(model_state=states)
-        return with_reports(found, partial(add_reports, builder, self.placement)) if jax.process_count() > 1 else found
+            found = found._replace(grads=grads)
+        return found._replace(model_state=states)
 
-    def _in_flow(self, lowered: LoweredStep) -> LoweredStep:
-        """The step with its lines as body and tail, if the next one can begin before it ends."""
-        bound, found = lowered.bound, lowered.results
-        seen = any(flags()) or lowered.step.calls_host or calls_host(self.update.graph.eqns)  # by the host, which waits for it
-        if seen or self.options.offloaded or self._limit is not None:
-            return lowered
+    def _in_flow(self, lines: LineList, tree: Tree) -> LineList:
+        """The lines of a step as body and tail, if the next one can begin before it ends."""
+        found: Outcome[Name] = tree.unflatten(lines.outputs)
         state = dict(zip(self.placed.names.flat(), found.state.flat(), strict=True))
-        wanted = [found.loss, *found.aux, *found.state.model_state]
-        schedule = self.options.schedule
-        lines, flow = in_flow(bound.lines, self.placement.places, schedule, state, wanted)
-        return dataclasses.replace(lowered, bound=dataclasses.replace(bound, lines=tuple(lines)), flow=flow)
+        told = [found.loss, *found.aux, *found.state.model_state]
+        return in_flow(lines, self.placement.places, self.options.schedule, state, told)
 
-    def _add_update(
-        self, builder: Builder, step: Step, found: Outcome[Name], states: Sequence[Name], *, donate: bool
-    ) -> Outcome[Name]:
+    def _add_update(self, builder: Builder, step: Step, found: Outcome[Name], states: Sequence[Name]) -> Outcome[Name]:
         update, names, packed = self.update, self.placed.names_on_devices, step.packed_sums
         add_zero_gradients(builder, step, [leaf for leaf in range(len(self.owner)) if leaf not in self.layout.frozen])
         if step.calls_host:
@@ -413,25 +429,13 @@ class Engine:
             grads = dict.fromkeys([*leaves, *(vector for vector, _ in packed.values())])
             add_wait(builder, "the loss", [found.loss, *found.aux, *grads, *states])
         calls = calls_host(update.graph.eqns)
-        made = add_update(
-            builder,
-            update,
-            found.loss,
-            names.all_params,
-            names.model_state,
-            states,
-            packed,
-            self.placement.own,
-            apart=self.layout.parts != self.layout.specs,
-            before_last=dict(zip(self.placed.stale, names.previous, strict=True)),
-            donate=donate and not calls,
-        )
+        made = add_update(builder, update, found.loss, states, packed, self.placement.num_replicas)
         if calls:
             add_wait(builder, "the optimizer", flat(made))
-        previous = [names.all_params[leaf] for leaf in self.placed.stale]  # what was the newest
-        new = names.fill([*made.params, *made.opt, *(made.state or states), *made.scale, *previous])
         finite = made.finite[0] if made.finite else None
-        return found._replace(state=new, finite=finite, grad_norm=made.norm[0], squares=list(made.squares))
+        return found._replace(
+            state=update.new_state(names, made, states), finite=finite, grad_norm=made.norm[0], squares=list(made.squares)
+        )
 
     def run(
         self,
@@ -483,23 +487,23 @@ class Engine:
             the rest of the step; None where steps do not flow.
         """
         plan, lowered = self.plan("update", batch, key, watched=watched)
-        if lowered.flow is None:
+        if lowered.bound.flow is None:
             return None
         leaves = given.first.state if isinstance(given, Tail) else given
         slots = first_slots(plan, self._arguments(lowered, "update", leaves, batch, key))
         if isinstance(given, Tail):
             hold()
-            before = given.beside(plan, lowered.flow, slots, observer)
+            before = given.beside(plan, lowered.bound.flow, slots, observer)
             for slot, known, value in zip(plan.inputs, leaves.flat(), before.state.flat()):  # noqa: B905  (the batch comes behind)
                 if known is None:
                     slots[slot] = value
         else:
             try:
-                dispatch([(slots, plan.instructions[: lowered.flow.body])], observer)
+                dispatch([(slots, plan.instructions[: lowered.bound.flow.body])], observer)
             except BaseException:
                 slots.clear()  # as in ``execute``
                 raise
-        return Tail(self, plan, lowered, lowered.flow, slots)
+        return Tail(self, plan, lowered, lowered.bound.flow, slots)
 
     def _arguments(
         self, lowered: LoweredStep, purpose: Purpose, leaves: Leaves[Array], batch: Batch, key: Key | None
@@ -536,7 +540,7 @@ def open_engine(
         return known
     programs = Programs() if known is None else known.programs
     layout, microbatch, first = lay_out(options, optimizer, variables, batch, key, programs, like)
-    placed = place_leaves(options, optimizer, layout, first)
+    placed = place_leaves(options, layout, first)
     preparer = Preparer(options, layout, placed.placement, first, microbatch, key)
     engine = Engine(options, optimizer, placed, preparer, programs, shapes)
     if not options.made_to_measure:
@@ -561,9 +565,13 @@ def _let_go(old: Leaves[Array], new: Leaves[Array]) -> None:
             leaf.delete()
 
 
+def _told(results: Outcome[Name]) -> frozenset[Name]:
+    """The results that every process is told."""
+    return frozenset(name for name in (results.loss, results.grad_norm, results.finite, *results.aux) if name is not None)
+
+
 def _read_by(purpose: Purpose, leaves: Leaves[_T]) -> Leaves[_T]:
     """The leaves of a state that a step reads: only an update reads the optimizer's, and only a backward the loss scale."""
     if purpose == "update":
         return leaves
-    read = leaves._replace(opt=(), own_opt=(), previous=())
-    return read if purpose == "grads" else read._replace(loss_scale=())
+    return leaves.variables._replace(loss_scale=leaves.loss_scale) if purpose == "grads" else leaves.variables

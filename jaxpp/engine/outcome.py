@@ -3,16 +3,14 @@
 Every process passes a batch of the same shapes; of what its stages do not read a shape will do, and of a global array its rows.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 
 from jaxpp.errors import BatchError
-from jaxpp.plan.builder import Name
-from jaxpp.plan.flow import Flow
+from jaxpp.plan.builder import Flow, Name
 from jaxpp.plan.step import Leaves, Step, total_name
 from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.edges import unaliased
@@ -45,36 +43,37 @@ class LoweredStep:
 
     bound: Bound
     step: Step
-    inputs: list[Name]  # leaves of the state, batch leaves, the key
-    results: Outcome[Name]
-    flow: Flow | None = None  # where its tail begins, if the next step can begin before it
-
-    @cached_property
-    def _flat(self) -> tuple[list[Name], Any]:
-        return jax.tree.flatten(self.results, is_leaf=lambda value: isinstance(value, Name))
+    tree: Any  # the structure of the results, an ``Outcome``
 
     @property
-    def outputs(self) -> list[Name]:
+    def inputs(self) -> tuple[Name, ...]:
+        """The names of the arguments: leaves of the state, batch leaves, the key."""
+        return self.bound.inputs
+
+    @property
+    def outputs(self) -> tuple[Name, ...]:
         """The names of the results, in the order in which the plan returns them."""
-        return self._flat[0]
+        return self.bound.outputs
+
+    @property
+    def results(self) -> Outcome[Name]:
+        """What the results are called."""
+        return self.tree.unflatten(self.outputs)
+
+    @property
+    def flow(self) -> Flow | None:
+        """Where its tail begins, if the next step can begin before it."""
+        return self.bound.flow
 
     def outcome(self, values: Sequence[Array]) -> Outcome[Array]:
         """The results of a plan, each in its place."""
-        found = self._flat[1].unflatten(values)
+        found = self.tree.unflatten(values)
         return found._replace(aux=self.step.cuts[0].loss.aux_tree.unflatten(found.aux))
 
 
 def call_of(purpose: Purpose, *, is_loss: bool) -> str:
     """What the user called."""
     return {"update": "pipe.step", "grads": "grad_fn", "forward": "pipe.evaluate"}[purpose] if is_loss else "apply"
-
-
-def with_reports(found: Outcome[Name], copied: Callable[[list[Name]], Mapping[Name, Name]]) -> Outcome[Name]:
-    """The results of a step, with other names for what every process can read: those that ``copied`` gives them."""
-    given = (found.loss, found.grad_norm, found.finite)
-    names = copied([name for name in (*given, *found.aux) if name is not None])
-    loss, grad_norm, finite = (None if name is None else names[name] for name in given)
-    return found._replace(loss=loss, aux=[names[name] for name in found.aux], grad_norm=grad_norm, finite=finite)
 
 
 def aux_names(step: Step) -> list[Name]:

@@ -14,7 +14,7 @@ import jax
 from jaxpp.engine.outcome import LoweredStep, Outcome
 from jaxpp.errors import StateError
 from jaxpp.errors.user_mesh import set_aside
-from jaxpp.plan.flow import Flow
+from jaxpp.plan.builder import Flow
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.execute import Observer, Slots, dispatch
 from jaxpp.runtime.interrupts import held

@@ -662,7 +662,7 @@ class Forward:
         self, engine: Engine, leaves: Leaves[Array], fn: ForwardFn | None, batch: Batch, key: Key | None, reduce_aux: ReduceAux
     ) -> Tree:
         engine = self._engine_of(engine, fn, batch, key, reduce_aux)
-        return engine.run("forward", leaves._replace(opt=(), own_opt=(), loss_scale=(), previous=()), batch, key).aux
+        return engine.run("forward", leaves.variables, batch, key).aux
 
     def _engine_of(
         self, engine: Engine, fn: ForwardFn | None, batch: Batch, key: Key | None, reduce_aux: ReduceAux = None

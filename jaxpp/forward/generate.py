@@ -488,10 +488,10 @@ def _ring_liveness(kinds: Sequence[_PassKind], alone: Passes, together: Passes, 
         compiled = kind.passes.prepare(kind.batch, kind.num_beside)
         if id(compiled) not in by_pass:
             shapes, programs = _shapes_of(kind.passes, compiled, kind.num_beside), kind.passes.engine.programs
-            by_pass[id(compiled)] = line_liveness(compiled.bound, compiled.inputs, compiled.outputs, shapes, None, programs)
+            by_pass[id(compiled)] = line_liveness(compiled.bound, shapes, None, programs)
         part = by_pass[id(compiled)]
         count = len(part.lines)
-        shared = {name: id(value) for name, value in zip(compiled.inputs, compiled.lasting, strict=False)}
+        shared = {name: id(value) for name, value in zip(compiled.bound.inputs, compiled.lasting, strict=False)}
         lives = [life._replace(begins=1, ends=count, donated=True) for life in _carries(together, kind.waiting)]
         for life in part.lives:
             is_carry = life.name.ref.role == Role.STATE
@@ -516,7 +516,7 @@ def _ring_liveness(kinds: Sequence[_PassKind], alone: Passes, together: Passes, 
 def _shapes_of(passes: Passes, compiled: CompiledPass, count: int) -> Shapes:
     """The shapes of the values of so many passes side by side."""
     avals = [*compiled.lasting, *[*passes.engine.placed.shapes.model_state] * count, *[*compiled.step.batch] * count]
-    return shapes_of_lines(passes.engine, compiled.bound, dict(zip(compiled.inputs, avals, strict=True)))
+    return shapes_of_lines(passes.engine, compiled.bound, dict(zip(compiled.bound.inputs, avals, strict=True)))
 
 
 def _carries(passes: Passes, count: int) -> Iterator[Life]:
@@ -529,6 +529,6 @@ def _carries(passes: Passes, count: int) -> Iterator[Life]:
 def _tokens(passes: Passes, compiled: CompiledPass, count: int) -> Iterator[Life]:
     shapes, place_of = _shapes_of(passes, compiled, 1), passes.engine.placement
     made = {name for line in compiled.bound.lines if line.program is not None for name in line.outputs}
-    for name in map(compiled.bound.resolve, compiled.outputs):
+    for name in compiled.bound.outputs:
         if name.ref.role != Role.STATE and name in made:
             yield from [Life(name, place_of[name.stage].shown, shapes.num_bytes(name), "outputs", 0, 0)] * count

@@ -29,11 +29,11 @@ from jaxpp.forward.capacity import capacity
 from jaxpp.forward.functions import Functions
 from jaxpp.forward.prompts import Continuation, chunk_sizes
 from jaxpp.forward.sampling import NextToken, NextTokenFn, NextTokensFn, SequenceCarry, takes_history
-from jaxpp.plan.builder import Builder, Line, Name, last_uses
+from jaxpp.plan.builder import Builder, Line, LineList, Name
 from jaxpp.plan.lower import forward_actions, lower
 from jaxpp.plan.plan import Plan
 from jaxpp.plan.step import Leaves, Step, state_name
-from jaxpp.runtime.bind import Bound, Shapes, bind_lines, compile_plan
+from jaxpp.runtime.bind import Bound, Shapes, compile_plan
 from jaxpp.runtime.edges import put, to_homes
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.interrupts import despite_ctrl_c
@@ -63,9 +63,7 @@ class CompiledPass:
     """What runs for inputs of one shape."""
 
     plan: Plan
-    bound: Bound
-    inputs: tuple[Name, ...]  # parameters, what depends on parameters alone, the carry of each sequence, the batch of each
-    outputs: tuple[Name, ...]  # of each sequence the outputs of the function, then the new carry
+    bound: Bound  # of parameters, what depends on parameters alone, the carry of each sequence, and the batch of each
     step: Step
     lasting: tuple[Leaf, ...]  # the first arguments, which are the same for every pass
 
@@ -94,11 +92,11 @@ class Lasting:
                 if not needed.isdisjoint(line.outputs):
                     needed |= {name for name in line.inputs if name not in there}
                     lines.insert(0, line)
-            bound = bind_lines(Builder(lines=lines, constants=builder.constants), engine.placement)
-            plan, bound = _compile(engine, bound, list(there), missing, there, "for what depends on parameters alone")
+            draft = LineList(lines, builder.constants, tuple(there), tuple(missing))
+            plan, bound = _compile(engine, engine.bind(draft), there, "for what depends on parameters alone")
             shapes = Shapes(bound.lines, bound.placement, engine.placed.shapes_by_role, there, bound.chosen)
             one = functools.cache(shapes.__getitem__)  # object for a value that has two names, because two stages share a device
-            values = execute(plan, list(there.values())) if self._computes else map(one, map(bound.resolve, missing))
+            values = execute(plan, list(there.values())) if self._computes else map(one, bound.outputs)
             self._values.update(zip((keys[name] for name in missing), values, strict=True))
         return [self._values[keys[name]] for name in wanted]
 
@@ -160,27 +158,25 @@ class Passes:
         builder = lower(step, forward_actions(step.num_stages, 1), lasting)
         carry = list(engine.placed.names_on_devices.model_state)
         outputs = [*aux_names(step), *(state_name(name.stage, leaf, 1) for leaf, name in enumerate(carry))]
-        outputs = tuple(map(builder.first, outputs))
-        builder.lines[:] = _in_place(builder.lines, set(carry), set(outputs))
+        draft = builder.finish(engine.placed.names_on_devices.all_params, outputs)
         made = {name for line in lasting.lines for name in line.outputs}
-        wanted = [name for name in dict.fromkeys(name for line in builder.lines for name in line.inputs) if name in made]
-        what = f"for a pass of {', '.join(str(tuple(leaf.shape)) for leaf in jax.tree.leaves(batch))}"
-        params, values = engine.placed.names.all_params, []
+        wanted = [name for name in dict.fromkeys(name for line in draft.lines for name in line.inputs) if name in made]
+        what, values = f"for a pass of {', '.join(str(tuple(leaf.shape)) for leaf in jax.tree.leaves(batch))}", []
         if self.beside:
             there = {*engine.placed.names_on_devices.all_params, *made, *builder.constants}
             of_each = [functools.partial(_of_sequence, k, there) for k in range(count)]
-            builder = Builder([*lasting.lines, *_side_by_side(builder.lines, of_each)], {**lasting.constants, **builder.constants})
-            carries, given, outputs = (
-                tuple(name_of(name) for name_of in of_each for name in names) for names in (carry, step.given, outputs)
+            lines = (*lasting.lines, *_side_by_side(draft.lines, of_each))
+            carry, given, outputs = (
+                tuple(name_of(name) for name_of in of_each for name in names) for names in (carry, step.given, draft.outputs)
             )
-            inputs = (*params, *carries, *given)
-            builder, _ = engine.visited(builder, inputs, outputs)
+            constants, inputs = {**lasting.constants, **builder.constants}, (*draft.inputs, *carry, *given)
+            draft = LineList(lines, constants, inputs, outputs)
         else:
             values = self._lasting.values(engine, lasting, wanted)
-            inputs = (*params, *wanted, *carry, *step.given)
-        bound = bind_lines(builder, engine.placement)
-        plan, bound = _compile(engine, bound, inputs, outputs, dict(zip(wanted, values, strict=False)), what)
-        return CompiledPass(plan, bound, inputs, outputs, step, (*self._lasting.leaves.all_params, *values))
+            draft = dataclasses.replace(draft, inputs=(*draft.inputs, *wanted, *carry, *step.given))
+        bound = engine.bind(draft, gives=carry)
+        plan, bound = _compile(engine, bound, dict(zip(wanted, values, strict=False)), what)
+        return CompiledPass(plan, bound, step, (*self._lasting.leaves.all_params, *values))
 
 
 def _of_sequence(number: int, there: Collection[Name], name: Name) -> Name:
@@ -200,22 +196,11 @@ def _side_by_side(lines: Sequence[Line], names_of: Sequence[Callable[[Name], Nam
                 yield dataclasses.replace(line, label=label, inputs=inputs, outputs=outputs, action=action)
 
 
-def _compile(
-    engine: Engine, bound: Bound, inputs: Sequence[Name], outputs: Sequence[Name], values: Mapping[Name, Leaf], what: str
-) -> tuple[Plan, Bound]:
+def _compile(engine: Engine, bound: Bound, values: Mapping[Name, Leaf], what: str) -> tuple[Plan, Bound]:
     """A plan of lines, which takes those values as they are that the compiler has sharded as it likes."""
     given = {name: value.sharding for name, value in values.items() if engine.placement[name.stage].is_free(name.ref)}
     leaves, groups = engine.placed.shapes_by_role, engine.preparer.groups
-    return compile_plan(bound, engine.programs, groups, inputs, outputs, leaves=leaves, given=given, what=what)
-
-
-def _in_place(lines: Sequence[Line], carry: set[Name], results: set[Name]) -> Iterable[Line]:
-    """The lines, with the buffer of each leaf of the carry taken over by its last reader, unless the leaf stays as it is."""
-    last = last_uses(lines)
-    for number, line in enumerate(lines):
-        read = [k for k, name in enumerate(line.inputs) if name in carry and last[name] == number and name not in results]
-        changes = line.program is not None and any(name.ref.role == Role.STATE for name in line.outputs)
-        yield dataclasses.replace(line, donated=(*line.donated, *read)) if read and changes else line
+    return compile_plan(bound, engine.programs, groups, leaves=leaves, given=given, what=what)
 
 
 class Request(NamedTuple):

@@ -23,8 +23,7 @@ from jaxpp.observe.evaluate import Parts, costs_of_plan
 from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.observe.profile.record import flowing_plan
 from jaxpp.observe.profile.spans import line_times
-from jaxpp.plan.builder import CALLER, MemoryCopy, Name
-from jaxpp.plan.flow import Flow
+from jaxpp.plan.builder import CALLER, Flow, MemoryCopy, Name
 from jaxpp.plan.plan import Plan
 from jaxpp.runtime.bind import BoundLine
 from jaxpp.runtime.hlo import Kernel, read_kernels

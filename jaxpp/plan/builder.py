@@ -5,19 +5,21 @@ Looking values up by name, flattening trees and checking shapes costs more than 
 """
 
 import enum
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
 
 from jaxpp.schedule.action import Action
+from jaxpp.schedule.clock import Number
 from jaxpp.stages.program import Program, Ref
 from jaxpp.types import Aval, Leaf
-
-_Line = TypeVar("_Line", bound="Line")
 
 CALLER = -1  # the stage number of values that come from the caller
 
@@ -30,6 +32,16 @@ class Name(NamedTuple):
     microbatch: int = -1  # of which it is; -1: of the whole step
     visit: int = -1  # of what is on devices only while it is used: in which of its visits
     run: int = 0  # where a plan has the lines of a step several times (for each sequence, for steps in flow): in which of them
+
+
+def waiting(name: Name) -> Name:
+    """What a value is called while it is in host memory."""
+    return name._replace(ref=replace(name.ref, waits=True))
+
+
+def here(name: Name) -> Name:
+    """What a value is called while it is on its stage's devices."""
+    return name._replace(ref=replace(name.ref, waits=False)) if name.ref.waits else name
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,12 +87,12 @@ class Line:
     label: str  # for people
     stage: int  # for which it runs, or to which it sends
     program: Program | None
-    donated: tuple[int, ...]  # the arguments of the program whose buffers its results take over
     inputs: tuple[Name, ...]
     outputs: tuple[Name, ...]
     action: Action | None = None  # that it runs, or whose result it sends or copies; None for the rest of a step
     call: LineCall | None = None
     fused: FusedAction | None = None  # what the program runs besides
+    donated: tuple[int, ...] = ()  # the arguments whose buffers its results take over, or that it deletes (``passes.donate``)
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -103,6 +115,54 @@ class Line:
         return {self.inputs[k] for k in self.donated}
 
 
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """Where the tail of a step begins, and when its lines are handed over beside those of the steps before and after it."""
+
+    body: int  # how many lines it has
+    times: tuple[Number, ...]  # of each line
+    late: frozenset[Name]  # what the tail makes
+    _known: "WeakKeyDictionary[Flow, tuple[tuple[bool, int], ...]]" = field(default_factory=WeakKeyDictionary, repr=False)
+
+    def then(self, following: "Flow") -> tuple[tuple[bool, int], ...]:
+        """The tail with the body of the following step, as runs of lines: whether of the tail, and how many."""
+        if following not in self._known:
+            tail = ((time, 0, k) for k, time in enumerate(self.times) if k >= self.body)
+            body = ((time, 1, k) for k, time in enumerate(following.times[: following.body]))
+            runs = itertools.groupby(heapq.merge(tail, body), key=lambda line: line[1])
+            self._known[following] = tuple((not of_body, sum(1 for _ in run)) for of_body, run in runs)
+        return self._known[following]
+
+    def lines(self, num_steps: int) -> Iterator[tuple[int, int]]:
+        """The lines of so many equal steps in the order in which they are handed over: the number of the step, and of the line."""
+        left = [iter(range(len(self.times))) for _ in range(num_steps)]
+        yield from ((0, line) for line in itertools.islice(left[0], self.body))
+        for step in range(1, num_steps):
+            for of_tail, count in self.then(self):
+                number = step - of_tail
+                yield from ((number, line) for line in itertools.islice(left[number], count))
+        yield from ((num_steps - 1, line) for line in left[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class LineList:
+    """Lines, complete: what a pass takes, and returns."""
+
+    lines: Sequence[Line]
+    constants: Mapping[Name, Constant]
+    inputs: tuple[Name, ...]
+    outputs: tuple[Name, ...]  # as the results are called in these lines: a pass that renames values renames them here
+    flow: Flow | None = None  # where the tail of the lines begins, if those of the next step can begin before it
+
+    @cached_property
+    def last_uses(self) -> Mapping[Name, int]:
+        """The number of the last line that reads or writes each name; the value is freed there."""
+        return {name: number for number, line in enumerate(self.lines) for name in (*line.outputs, *line.inputs)}
+
+
+LineListT = TypeVar("LineListT", bound=LineList)
+
+
 @dataclass
 class Builder:
     """Writes the lines of a step; a name that is written twice is one value that changes (an accumulator)."""
@@ -118,63 +178,33 @@ class Builder:
         stage: int,
         inputs: Sequence[Name],
         outputs: Sequence[Name],
-        donated: tuple[int, ...] | None = None,
         action: Action | None = None,
         fused: FusedAction | None = None,
     ) -> None:
-        """Run a program where a stage lives; its accumulators are donated unless ``donated`` says otherwise."""
-        donated = program.donated if donated is None else donated
-        self.lines.append(Line(label, stage, program, donated, self._first(inputs), self._first(outputs), action, fused=fused))
+        """Run a program where a stage lives."""
+        self.lines.append(Line(label, stage, program, self._first(inputs), self._first(outputs), action, fused=fused))
 
     def call(
         self, label: str, call: LineCall, stage: int, inputs: Sequence[Name], outputs: Sequence[Name], action: Action | None = None
     ) -> None:
         """Run what is not one program."""
-        self.lines.append(Line(label, stage, None, (), self._first(inputs), self._first(outputs), action, call))
+        self.lines.append(Line(label, stage, None, self._first(inputs), self._first(outputs), action, call))
 
     def send(self, label: str, source: Name, target: Name, action: Action | None = None) -> None:
         """Make a value known to the stage of ``target`` by that name; where it is there already, nothing is sent."""
-        self.lines.append(Line(label, target.stage, None, (), self._first([source]), (target,), action))
+        self.lines.append(Line(label, target.stage, None, self._first([source]), (target,), action))
 
     def rename(self, source: Name, target: Name) -> None:
         """Give a value another name at its stage: whoever reads that from now on reads the value."""
-        self.aliases[target] = self.first(source)
+        self.aliases[target] = self.aliases.get(source, source)
 
-    def first(self, name: Name) -> Name:
-        """The first name of a value."""
-        return self.aliases.get(name, name)
+    def finish(self, inputs: Sequence[Name], outputs: Sequence[Name]) -> "LineList":
+        """The lines, with what they are given and what they result in."""
+        return LineList(tuple(self.lines), dict(self.constants), tuple(inputs), self._first(outputs))
 
     def _first(self, names: Iterable[Name]) -> tuple[Name, ...]:
-        return tuple(map(self.first, names))
+        return tuple(self.aliases.get(name, name) for name in names)
 
     def copy(self) -> "Builder":
         """A builder with the same lines, to which others can be added."""
         return Builder(list(self.lines), dict(self.constants), dict(self.aliases))
-
-
-def last_uses(lines: Sequence[Line]) -> Mapping[Name, int]:
-    """The number of the last line that reads or writes each name; the value is freed there."""
-    return {name: number for number, line in enumerate(lines) for name in (*line.outputs, *line.inputs)}
-
-
-def leave_out_needless(lines: Sequence[_Line]) -> tuple[list[_Line], dict[Name, Name]]:
-    """Lines without copies of residuals that free nothing, as a stage there reads them later; and the values for their names."""
-    last = last_uses(lines)
-    leaving = [(number, line) for number, line in enumerate(lines) if line.call == MemoryCopy.TO_HOST and line.action]
-    readers = Counter(name for _, line in leaving for name in line.inputs)
-    stays: dict[Name, Name] = {}
-    for number, line in leaving:
-        pairs = zip(line.inputs, line.outputs, strict=True)
-        stays |= {copy: name for name, copy in pairs if readers[name] > 1 or last[name] > number}
-    for line in lines:
-        if line.call == MemoryCopy.TO_DEVICE:
-            stays |= {back: stays[copy] for copy, back in zip(line.inputs, line.outputs, strict=True) if copy in stays}
-    return ([*filter(None, (_without(line, stays) for line in lines))] if stays else list(lines)), stays
-
-
-def _without(line: _Line, stays: dict[Name, Name]) -> _Line | None:
-    if not line.copies:
-        return replace(line, inputs=tuple(stays.get(name, name) for name in line.inputs))
-    pairs = [pair for pair in zip(line.inputs, line.outputs, strict=True) if stays.keys().isdisjoint(pair)]
-    inputs, outputs = zip(*pairs, strict=True) if pairs else ((), ())
-    return replace(line, inputs=inputs, outputs=outputs) if pairs else None

@@ -2,14 +2,13 @@
 
 *feed* sends batch leaves, the key and tied parameters to the stages that read them. *begin* is one program a stage for all that is
 done once (statics, keys, weights, zeroed sums). *actions* follow the unit clock, each with the sends that it feeds after it, and
-model state and residuals from host memory before it. *sums* brings tied gradients home, and sums gradients, loss and aux over the
+model state before it. *sums* brings tied gradients home, and sums gradients, loss and aux over the
 replicas, once. *reduce* finishes the other aux values. ``init`` is traced once and divided by owner, so the whole model is never on
 one device, nor on the host, and every leaf has the bits that ``jax.jit(init)(key)`` gives it.
 """
 
 import functools
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -22,11 +21,10 @@ from jax.extend.core import Var
 from jaxtyping import Float
 
 from jaxpp.errors import CutError, InitError
-from jaxpp.plan.builder import CALLER, Builder, Constant, FusedAction, GroupMean, MemoryCopy, Name
+from jaxpp.plan.builder import CALLER, Builder, Constant, FusedAction, GroupMean, Name
 from jaxpp.plan.step import GradientSums, Step, param_name, scale_name, state_name, total_name
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.forward import forward
-from jaxpp.schedule.offload import Offloaded
 from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.floating import has_gradient
@@ -53,8 +51,6 @@ def lower(
     step: Step,
     actions: Sequence[Action],
     lasting: Builder | None = None,
-    *,
-    offloaded: Sequence[Offloaded] = (),
     pairs: Mapping[Action, Action] = MappingProxyType({}),
 ) -> Builder:
     """Write the lines of one step up to its gradients, of actions in the order in which they are dispatched.
@@ -69,17 +65,14 @@ def lower(
     chosen, zeros = step.choose(actions, pairs)
     for stage in sorted(range(step.num_stages), key=lambda s: s != step.loss_stage):
         _begin(builder, step, stage, zeros[stage], lasting)
-    passing, offloading, scattering = _ModelState(builder, step), _Offloading(builder, step, offloaded), _Scattering(builder, step)
-    for action in actions:
-        offloading.bring_back(action)
-        if action in chosen:
-            program, fused = chosen[action]
-            program = scattering.within(action, program)
-            passing.supply(action, program)
-            _act(builder, step, action, program, fused, offloading)
-            passing.note(action, program)
-            scattering.behind(action, program)
-        offloading.take_out(action)
+    passing, scattering = _ModelState(builder, step), _Scattering(builder, step)
+    for action in filter(chosen.__contains__, actions):
+        program, fused = chosen[action]
+        program = scattering.within(action, program)
+        passing.supply(action, program)
+        _act(builder, step, action, program, fused)
+        passing.note(action, program)
+        scattering.behind(action, program)
     for stage, sums in enumerate(step.sums):
         if not sums.stays_packed:
             _unpack(builder, step, stage, sums.packs)
@@ -117,7 +110,7 @@ def _gather(builder: Builder, step: Step, stage: int, leaves: Sequence[int]) -> 
         reads, writes = (tuple(name.ref for name in names) for names in (parts, whole))
         avals = shapes_of(step.params[leaf] for leaf in leaves)
         make = functools.partial(Program, _same, reads, writes, avals, name=f"stage_{stage}_gather")
-        builder.compute(f"gather stage {stage}", step.once(("gather", reads), make), stage, parts, whole, ())
+        builder.compute(f"gather stage {stage}", step.once(("gather", reads), make), stage, parts, whole)
 
 
 def _same(*values: Array) -> list[Array]:
@@ -147,7 +140,7 @@ def _begin(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], la
         elif fresh := tuple(k for k, name in enumerate(outputs) if name not in made):
             program = step.once(("statics", code.statics, fresh), functools.partial(_returning, code.statics, fresh))
             names = [outputs[k] for k in fresh]
-            (lasting or builder).compute(f"parameters of stage {stage}", program, stage, inputs, names, ())
+            (lasting or builder).compute(f"parameters of stage {stage}", program, stage, inputs, names)
         made |= set(outputs)
     shapes = tuple(totals.values())
     zeros = _Part(functools.partial(_zeros, shapes), ("zeros", *shapes), [], [], [Name(stage, ref) for ref in totals])
@@ -168,7 +161,7 @@ def _begin(builder: Builder, step: Step, stage: int, totals: dict[Ref, Aval], la
     refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
     does = None if any(part.does is None for part in parts) else tuple((part.does, len(part.inputs)) for part in parts)
     program = Program(ComparableFunction(begin, does), *refs, avals, name=f"begin_stage_{stage}")
-    builder.compute(f"begin stage {stage}", program, stage, names_in, names_out, ())
+    builder.compute(f"begin stage {stage}", program, stage, names_in, names_out)
 
 
 def _returning(program: Program, chosen: Sequence[int]) -> Program:
@@ -184,7 +177,7 @@ def _returning(program: Program, chosen: Sequence[int]) -> Program:
 
 def _batch(builder: Builder, step: Step, stage: int) -> list[_Part]:
     leaves = [k for k in step.read(stage, Role.BATCH) if k not in step.shared]
-    if step.apart:
+    if step.one_by_one:
         return []
     names, count = [Name(stage, Ref(Role.BATCH, k)) for k in leaves], len(step.sizes)
     if count == 1:
@@ -224,7 +217,7 @@ def _scales(builder: Builder, step: Step, stage: int) -> list[_Part]:
     source, here = Name(step.loss_stage, Ref(Role.SCALE)), Name(stage, Ref(Role.SCALE))
     if stage == step.loss_stage and step.weights is not None:
         names_in = [step.given[place]._replace(stage=stage) for place in step.weights.places]
-        builder.compute("weigh", step.weigh, stage, names_in, [source], ())
+        builder.compute("weigh", step.weigh, stage, names_in, [source])
     else:
         builder.send(f"send scales to stage {stage}", source, here)
 
@@ -247,59 +240,11 @@ def _shares(step: Step) -> list[Constant]:
     return shares
 
 
-class _Offloading:
-    """Writes the copies of a step to host memory and back, while the lines of its actions are written.
-
-    What the backward reads and nothing else needs goes out after the forward, and comes back right before the action ahead of the
-    backward under another name, because a name that is written twice is one value that changes.
-    """
-
-    def __init__(self, builder: Builder, step: Step, offloaded: Sequence[Offloaded]):
-        self._builder, self._step = builder, step
-        self._leave = {moved.forward for moved in offloaded}
-        self._return: defaultdict[Action, list[Action]] = defaultdict(list)
-        for moved in offloaded:
-            self._return[moved.ahead].append(moved.forward)
-        self._names: dict[Action, tuple[list[Name], list[Name], list[Name]]] = {}  # of what moved, what waits, and what is back
-        self._back: dict[Name, Name] = {}
-
-    def take_out(self, action: Action) -> None:
-        if action in self._leave and (names := self._moving(action)):
-            back = [name._replace(ref=Ref(Role.FETCHED, k, shared=name.ref.shared)) for k, name in enumerate(names)]
-            waiting = [name._replace(ref=replace(name.ref, waits=True)) for name in back]
-            self._names[action] = names, waiting, back
-            self._builder.call(f"offload {action}", MemoryCopy.TO_HOST, action.stage, names, waiting, action)
-
-    def bring_back(self, ahead: Action) -> None:
-        for action in self._return.get(ahead, ()):
-            if action in self._names:
-                names, waiting, back = self._names[action]
-                self._builder.call(f"fetch {action}", MemoryCopy.TO_DEVICE, action.stage, waiting, back, action)
-                self._back |= zip(names, back, strict=True)
-
-    def current(self, names: Sequence[Name]) -> list[Name]:
-        return [self._back.get(name, name) for name in names]
-
-    def _moving(self, action: Action) -> list[Name]:
-        stage, _, i = action
-        code = self._step.cuts[self._step.variants[i]].stages[stage]
-        made = {ref for ref in code.forward.outputs if ref.role == Role.RESIDUAL}
-        refs: dict[Ref, None] = {}
-        for backward in code.backward.values():
-            for ref, aval in zip(backward.then.inputs, backward.then.avals, strict=True):
-                plain = not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-                if plain and (ref in made or ref.role == Role.ACTIVATION):
-                    refs[ref] = None
-        return [self._step.local_name(stage, ref, i) for ref in refs]
-
-
-def _act(
-    builder: Builder, step: Step, action: Action, program: Program, fused: FusedAction | None, offloading: _Offloading
-) -> None:
+def _act(builder: Builder, step: Step, action: Action, program: Program, fused: FusedAction | None) -> None:
     stage, _, i = action
     last = action if fused is None else fused.action
     label, cut = str(last), step.cuts[step.variants[i]]
-    inputs = offloading.current([step.local_name(stage, ref, i) for ref in program.inputs])
+    inputs = [step.local_name(stage, ref, i) for ref in program.inputs]
     outputs = [step.local_name(stage, ref, i + (ref.role == Role.STATE), step.variants[i]) for ref in program.outputs]
     builder.compute(label if fused is None else f"{action} {last}", program, stage, inputs, outputs, action=action, fused=fused)
     for ref in program.outputs:
@@ -364,7 +309,7 @@ class _ModelState:
             refs = [tuple(name.ref for name in each) for each in names]
             make = functools.partial(Program, run, *refs, avals, spans=True, name=f"stage_{stage}_{what}_model_state")
             program = step.once((what, refs[0], avals), make)
-            self._builder.compute(f"{what} model state of stage {stage}", program, stage, *names, ())
+            self._builder.compute(f"{what} model state of stage {stage}", program, stage, *names)
 
     def _bring(self, leaf: int, microbatch: int, stage: int, reader: str) -> None:
         source, target = self._find(leaf, microbatch), state_name(stage, leaf, microbatch)
@@ -415,9 +360,8 @@ class _Scattering:
             avals = shapes_of(self._avals[stage][ref] for ref in totals)
             make = functools.partial(Program, _same, made, totals, avals, name=f"stage_{stage}_scatter")
             scatter = self._onto(stage, self._step.once(("scatter", stage, made), make))
-            names = [[self._step.local_name(stage, ref, i) for ref in refs] for refs in (scatter.inputs, scatter.outputs)]
-            sums = tuple(range(len(made), len(scatter.inputs)))  # no result is as large as what is scattered
-            self._builder.compute(f"scatter gradients of {action}", scatter, stage, names[0], names[1], sums)
+            reads, writes = ([self._step.local_name(stage, ref, i) for ref in refs] for refs in (scatter.inputs, scatter.outputs))
+            self._builder.compute(f"scatter gradients of {action}", scatter, stage, reads, writes)
 
     def _apart(self, program: Program) -> Program:
         """The program with a name for its own gradients."""
@@ -477,7 +421,7 @@ def add_zero_gradients(builder: Builder, step: Step, wanted: Sequence[int]) -> N
             zeros = functools.partial(_zeros, [step.params[name.ref.index] for name in names])
             refs = tuple(n.ref for n in names)
             program = step.once(("zeros", refs), functools.partial(Program, zeros, (), refs, ()))
-            builder.compute(f"zeros stage {stage}", program, stage, [], names, ())
+            builder.compute(f"zeros stage {stage}", program, stage, [], names)
 
 
 def _zeros(avals: Collection[Aval]) -> list[Array]:
@@ -495,7 +439,7 @@ def _unpack(builder: Builder, step: Step, stage: int, packs: Sequence[Pack], *, 
     name, avals = f"stage_{stage}_unpack", tuple(pack.aval for pack in packs)
     program = step.once(("unpack", stage, packs), lambda: Program(unpack, vectors, members, avals, name=name))
     names_out = [Name(stage, replace(ref, shared=shared)) for ref in members]
-    builder.compute(f"unpack stage {stage}", program, stage, [Name(stage, ref) for ref in vectors], names_out, ())
+    builder.compute(f"unpack stage {stage}", program, stage, [Name(stage, ref) for ref in vectors], names_out)
 
 
 def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> None:
@@ -518,13 +462,12 @@ def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> No
     refs = tuple(n.ref for n in names), tuple(n.ref for n in totals)
     avals = shapes_of(step.params[name.ref.index] for name in names)
     program = step.once(("tie", refs), lambda: Program(tie, *refs, avals, name=f"stage_{home}_tie"))
-    donated = tuple(k for k, name in enumerate(names) if name in totals)
-    builder.compute(f"tie stage {home}", program, home, names, totals, donated)
+    builder.compute(f"tie stage {home}", program, home, names, totals)
 
 
 def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) -> None:
     """What the replicas of a stage have summed, each by itself, is summed: the one reduction over ``data`` of a step."""
-    own = [ref for ref in sums.leaves if (Role.GRAD, ref.index) in step.own]
+    own = [ref for ref in sums.leaves if ref.index in step.own]
     if own:  # each over the replicas with the same
         scales = [] if step.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
         mean, means = GroupMean(tuple(step.params[ref.index] for ref in own)), [total_name(stage, Role.GRAD, k.index) for k in own]
@@ -542,7 +485,7 @@ def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) 
     elif totals:
         avals, outputs = shapes_of(aval for _, aval in totals), tuple(name.ref for name in names[1])
         make = functools.partial(Program, _same, refs, outputs, avals, sums=True, name=f"stage_{stage}_total")
-        builder.compute(f"total stage {stage}", step.once(("total", refs, avals), make), stage, *names, ())
+        builder.compute(f"total stage {stage}", step.once(("total", refs, avals), make), stage, *names)
 
 
 def _reduce(builder: Builder, step: Step) -> None:
@@ -571,7 +514,7 @@ def _reduce(builder: Builder, step: Step) -> None:
             program = Program(reduced, refs, (output.ref,), shapes_of(avals), name=f"stage_{stage}_reduce_aux_{ref.index}")
             if step.num_replicas > 1:
                 program = _across(program, step.num_replicas, step.split)
-            builder.compute(f"reduce aux {ref.index}", program, stage, names, [output], ())
+            builder.compute(f"reduce aux {ref.index}", program, stage, names, [output])
 
 
 def _across(program: Program, num_replicas: int, split: Split) -> Program:
@@ -629,5 +572,5 @@ def lower_init(graph: Graph, sources_of: Sequence[Name], made: Sequence[Name], w
             builder.send(f"send {name.ref.role} {name.ref.index} to stage {stage}", sources[var], name)
         refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
         program = Program(closed_function(graph, piece, inputs, atoms), *refs, shapes_of(inputs), name=f"stage_{stage}_{what}")
-        builder.compute(f"init stage {stage}", program, stage, names_in, names_out, ())
+        builder.compute(f"init stage {stage}", program, stage, names_in, names_out)
     return builder

@@ -1,20 +1,19 @@
 """Stages get their devices: from the lines of a step to a plan that ``runtime.execute`` runs.
 
-``bind_lines`` gives lines their places, without needless sends and copies to host memory; memory is forecast from the result.
+``bind_lines`` gives lines their places, without needless sends; memory is forecast from the result.
 ``compile_plan`` compiles the programs, numbers the names, and frees each value after its last reader.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
-from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, MemoryCopy, Name, last_uses, leave_out_needless
+from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, LineList, MemoryCopy, Name
 from jaxpp.plan.plan import About, Instruction, Plan, SlotNumbers
 from jaxpp.runtime.compile import Executable, PlacedProgram, Programs
 from jaxpp.runtime.place import Place, Placement, Submesh
@@ -22,11 +21,10 @@ from jaxpp.runtime.processes.here import devices_in, elsewhere, is_here, process
 from jaxpp.runtime.replica_groups import Mean, ReplicaGroups
 from jaxpp.runtime.send import Send, memory_copies
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.program import Ref, Role
+from jaxpp.stages.program import LEAVES, Ref, Role
 from jaxpp.types import Aval, Device, Home
 
 _SMALL = 1 << 16  # bytes of a result that may be held on to while a step is watched
-_LEAVES = frozenset({Role.PARAM, Role.PREVIOUS, Role.OPT, Role.STATE, Role.LOSS_SCALE})
 
 Runnable = Callable[..., Sequence[jax.Array]]  # one array for each input and output of a line
 Check = Callable[["BoundLine", PlacedProgram, Runnable], Runnable]  # what runs instead of a program, and looks at its results
@@ -50,28 +48,17 @@ class BoundLine(Line):
         return None if self.program is None else PlacedProgram(self.program, self.place.compiled_at, self.donated)
 
 
-@dataclass(frozen=True)
-class Bound:
+@dataclass(frozen=True, eq=False)
+class Bound(LineList):
     """The lines of a step with their places."""
 
     lines: tuple[BoundLine, ...]
-    placement: Placement
-    constants: Mapping[Name, Constant]  # those that the lines read
-    first_names: Mapping[Name, Name]  # for a name that is another name of a value, the name under which it was first known
+    placement: Placement = field(kw_only=True)
     chosen: Mapping[Name, Sharding] = field(default_factory=dict)  # by the compiler, where it may shard as it likes
     placed: Mapping[Name, jax.Array] = field(default_factory=dict)  # the constants; there when the plan is compiled
     numbers: tuple[int, ...] | None = None  # of these lines among those of all processes; None if they are the lines of all
 
-    def resolve(self, name: Name) -> Name:
-        """The name under which a value was first known."""
-        return self.first_names.get(name, name)
-
-    @cached_property
-    def last_uses(self) -> Mapping[Name, int]:
-        """The number of the last line that reads or writes each name."""
-        return last_uses(self.lines)
-
-    def here(self, leaves: Mapping[tuple[Role, int], Aval], outputs: Sequence[Name]) -> tuple["Bound", dict[Name, jax.Array]]:
+    def here(self, leaves: Mapping[tuple[Role, int], Aval]) -> tuple["Bound", dict[Name, jax.Array]]:
         """What this process runs, sends and receives, and what stands for outputs of others; ``leaves`` are shapes of a replica."""
         if jax.process_count() == 1:
             return self, {}
@@ -79,10 +66,8 @@ class Bound:
         local = [_local_line(line, self.placement, shapes) for line in self.lines]
         lines = tuple(filter(None, local))
         numbers = tuple(number for number, line in enumerate(local) if line is not None)
-        read = {name for line in lines for name in line.inputs}
-        constants = {name: constant for name, constant in self.constants.items() if name in read}
-        away = [name for name in map(self.resolve, outputs) if not self.placement[name.stage].is_here]
-        here = dataclasses.replace(self, lines=lines, constants=constants, numbers=numbers)
+        away = [name for name in self.outputs if not self.placement[name.stage].is_here]
+        here = dataclasses.replace(self, lines=lines, constants=_read(lines, self.constants), numbers=numbers)
         return here, {name: elsewhere(shapes[name], self.placement[name.stage].home(name.ref)) for name in away}
 
 
@@ -136,7 +121,7 @@ class Shapes:
 
     def may_be_taken(self, name: Name) -> bool:
         """Whether a program may take over a value's buffer: in these lines, or, of a leaf of a state, in those of another step."""
-        return name in self._taken or name.ref.role in _LEAVES
+        return name in self._taken or name.ref.role in LEAVES
 
 
 def _local_line(line: BoundLine, placement: Placement, shapes: Shapes) -> BoundLine | None:
@@ -158,15 +143,14 @@ def _local_line(line: BoundLine, placement: Placement, shapes: Shapes) -> BoundL
     return dataclasses.replace(line, inputs=inputs, outputs=outputs, crossing=crossing)
 
 
-def add_reports(builder: Builder, placement: Placement, names: Iterable[Name]) -> dict[Name, Name]:
-    """Send what a step reports to one stage of each process that lacks it; the name that each value has in this process."""
+def report(draft: LineList, placement: Placement, told: Collection[Name]) -> LineList:
+    """Lines that send what every process is told to one stage of each process that lacks it, and results that are here."""
     readers: dict[int, int] = {}
     for stage, place in enumerate(placement.places):
         for process in processes_of(place.devices):
             readers.setdefault(process, stage)
-    local = {}
-    for name in names:
-        local[name] = name
+    builder, local = Builder(list(draft.lines)), dict[Name, Name]()
+    for name in dict.fromkeys(name for name in draft.outputs if name in told):
         home = placement[name.stage]
         for process, reader in readers.items():
             if process in processes_of(home.devices):
@@ -175,15 +159,15 @@ def add_reports(builder: Builder, placement: Placement, names: Iterable[Name]) -
             builder.send(f"send {name.ref.role} {name.ref.index} to process {process}", name, target)
             if placement[reader].is_here and not home.is_here:
                 local[name] = target
-    return local
+    return dataclasses.replace(draft, lines=builder.lines, outputs=tuple(local.get(name, name) for name in draft.outputs))
 
 
-def bind_lines(builder: Builder, placement: Placement) -> Bound:
+def bind_lines(draft: LineList, placement: Placement) -> Bound:
     """Give the lines the places of their stages, and leave out sends of what is there already."""
     first_names: dict[Name, Name] = {}
     sent: dict[Name, dict[tuple[Place, Home], Name]] = {}
     lines: list[BoundLine] = []
-    for line in builder.lines:
+    for line in draft.lines:
         place = placement[line.stage]
         inputs, outputs = (tuple(first_names.get(name, name) for name in names) for names in (line.inputs, line.outputs))
         if line.is_send:
@@ -200,20 +184,20 @@ def bind_lines(builder: Builder, placement: Placement) -> Bound:
         for name in outputs:  # a value that changes is sent again
             sent.pop(name, None)
         lines.append(BoundLine(**vars(dataclasses.replace(line, inputs=inputs, outputs=outputs)), place=place))
-    if any(line.copies for line in lines):
-        lines, stays = leave_out_needless(lines)
-        first_names |= stays
+    results = tuple(first_names.get(name, name) for name in draft.outputs)
+    return Bound(tuple(lines), _read(lines, draft.constants), draft.inputs, results, placement=placement)
+
+
+def _read(lines: Sequence[Line], constants: Mapping[Name, Constant]) -> dict[Name, Constant]:
+    """The constants that the lines read."""
     read = {name for line in lines for name in line.inputs}
-    constants = {name: constant for name, constant in builder.constants.items() if name in read}
-    return Bound(tuple(lines), placement, constants, first_names)
+    return {name: constant for name, constant in constants.items() if name in read}
 
 
-def compile_plan(  # noqa: PLR0913  (what decides a plan)
+def compile_plan(
     bound: Bound,
     programs: Programs,
     groups: ReplicaGroups,
-    inputs: Sequence[Name],
-    outputs: Sequence[Name],
     *,
     leaves: Mapping[tuple[Role, int], Aval] = MappingProxyType({}),
     given: Mapping[Name, Sharding] = MappingProxyType({}),
@@ -224,21 +208,16 @@ def compile_plan(  # noqa: PLR0913  (what decides a plan)
     """Compile the programs, put the constants on their devices, and turn names into slots; the plan, and the lines run here.
 
     ``leaves`` is needed in several processes, ``given`` where another plan made the compiler choose a sharding. The instructions of
-    a ``watched`` plan can be asked whether they are done; with ``check`` no program takes over a buffer.
+    a ``watched`` plan can be asked whether they are done.
     """
-    bound, away = bound.here(leaves, outputs)
+    bound, away = bound.here(leaves)
     lines = list(bound.lines)
-    if check is not None:
-        lines = [dataclasses.replace(line, donated=()) for line in lines]
     watch = _watch(lines, programs) if watched else [None] * len(lines)
     compiled, chosen = compile_lines(lines, programs, what, given)
     placed = {name: programs.constant(value, bound.placement[name.stage], name.ref) for name, value in bound.constants.items()}
     compiled_bound = dataclasses.replace(bound, chosen=chosen, placed=placed)
-    last = last_uses(lines)
-    results = tuple(map(bound.resolve, outputs))
-    kept = set(results)
-    slots = SlotNumbers()
-    arguments = tuple(slots[name] for name in map(bound.resolve, inputs))
+    last, kept, slots = dataclasses.replace(bound, lines=tuple(lines)).last_uses, set(bound.outputs), SlotNumbers()
+    arguments = tuple(slots[name] for name in bound.inputs)
     constants = tuple((slots[name], value) for name, value in (placed | away).items())
     instructions, made_at = [], dict[Name, Home]()
     for number, (line, watched_name) in enumerate(zip(lines, watch, strict=True)):
@@ -257,9 +236,9 @@ def compile_plan(  # noqa: PLR0913  (what decides a plan)
         program = executable.name if executable else ""
         about = About(line.device, line.stage, line.action, line.is_send, program, at, line.copies, line.fused)
         instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
-    of_caller = set(map(bound.resolve, inputs))
+    of_caller = set(bound.inputs)
     consumes = next((k for k, line in enumerate(lines) if not of_caller.isdisjoint(line.taken)), len(lines))
-    plan = Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in results), consumes)
+    plan = Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in bound.outputs), consumes)
     return plan, compiled_bound
 
 

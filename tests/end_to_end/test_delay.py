@@ -28,7 +28,7 @@ from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.observe.memory.liveness import liveness_in_flow, step_liveness
 from jaxpp.observe.profile.record import flowing_plan
 from jaxpp.plan.builder import Builder, Name
-from jaxpp.plan.flow import in_flow
+from jaxpp.plan.passes.flow import in_flow
 from jaxpp.runtime import execute
 from jaxpp.runtime.execute import first_slots
 from jaxpp.schedule import SCHEDULES, Action, Kind, make
@@ -606,13 +606,14 @@ def test_a_step_whose_forwards_read_what_the_update_makes_does_not_flow():
         Name(0, Ref(role, 0, source=k)) for k, role in enumerate((Role.PARAM, Role.PARAM, Role.RESIDUAL, Role.GRAD))
     )
     builder = Builder()
-    builder.compute("0F0", program, 0, [old], [activation], (), Action(0, Kind.F, 0))
-    builder.compute("0B0", program, 0, [activation], [grad], (), Action(0, Kind.B, 0))
-    builder.compute("update", program, 0, [grad], [new], ())
+    builder.compute("0F0", program, 0, [old], [activation], Action(0, Kind.F, 0))
+    builder.compute("0B0", program, 0, [activation], [grad], Action(0, Kind.B, 0))
+    builder.compute("update", program, 0, [grad], [new])
     one = make("1f1b", num_ranks=1, num_microbatches=1)
-    lines, flow = in_flow(builder.lines, ["here"], one, {}, [])
-    assert (flow.body, [line.label for line in lines]) == (1, ["0F0", "0B0", "update"])
-    assert in_flow(builder.lines, ["here"], one, {old: new}, []) == (builder.lines, None)
+    lines = builder.finish([old], [new])
+    flowing = in_flow(lines, ["here"], one, {}, [])
+    assert (flowing.flow.body, [line.label for line in flowing.lines]) == (1, ["0F0", "0B0", "update"])
+    assert in_flow(lines, ["here"], one, {old: new}, []) is lines
 
 
 TOLD = [

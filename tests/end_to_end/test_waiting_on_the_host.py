@@ -23,7 +23,7 @@ from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.observe.profile.spans import isolated_spans
 from jaxpp.plan.builder import Builder, MemoryCopy, Name
-from jaxpp.plan.visits import early
+from jaxpp.plan.passes.visits import early
 from jaxpp.runtime.execute import execute
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.program import Ref, Role
@@ -448,9 +448,9 @@ def test_an_update_moves_to_the_end_of_what_it_reads_and_no_further():
     builder.send("number", d, d._replace(stage=1))
     builder.send("update", b, a)  # writes what B reads
     builder.send("another", b, d._replace(stage=2))
-    assert [line.label for line in early(builder.lines)] == ["F", "another", "B", "update", "number"]
+    assert [line.label for line in early(builder.finish([], [])).lines] == ["F", "another", "B", "update", "number"]
     builder.send("a new number", b, d)  # changes what is sent as the number
-    assert [line.label for line in early(builder.lines)] == ["F", "another", "number", "a new number", "B", "update"]
+    assert [line.label for line in early(builder.finish([], [])).lines] == ["F", "another", "number", "a new number", "B", "update"]
 
 
 def tier(seed):

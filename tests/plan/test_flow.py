@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpp.plan.builder import Builder, Name
-from jaxpp.plan.flow import in_flow
+from jaxpp.plan.passes.flow import in_flow
 from jaxpp.schedule import make
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.program import Program, Ref, Role
@@ -26,11 +26,11 @@ def lines():
     """Two forwards, two backwards of which the second gives the loss, and an update."""
     builder = Builder()
     for k in range(2):
-        builder.compute(f"F{k}", PROGRAM, 0, [PARAM], [kept(k)], (), Action(0, Kind.F, k))
+        builder.compute(f"F{k}", PROGRAM, 0, [PARAM], [kept(k)], Action(0, Kind.F, k))
     for k, more in enumerate([[], [LOSS]]):
-        builder.compute(f"B{k}", PROGRAM, 0, [kept(k)], [grad(k), *more], (), Action(0, Kind.B, k))
-    builder.compute("update", PROGRAM, 0, [PARAM, grad(0), grad(1)], [NEW], (0,))
-    return builder.lines
+        builder.compute(f"B{k}", PROGRAM, 0, [kept(k)], [grad(k), *more], Action(0, Kind.B, k))
+    builder.compute("update", PROGRAM, 0, [PARAM, grad(0), grad(1)], [NEW])
+    return builder.finish([PARAM], [])
 
 
 SCHEDULE = make("gpipe", num_ranks=1, num_microbatches=2)
@@ -38,7 +38,8 @@ SCHEDULE = make("gpipe", num_ranks=1, num_microbatches=2)
 
 @pytest.mark.parametrize(("results", "body"), [([], ["F0", "F1"]), ([LOSS], ["F0", "F1", "B1"]), ([grad(0)], ["F0", "F1", "B0"])])
 def test_the_body_is_all_up_to_the_last_forward_with_what_the_caller_is_told_and_nothing_else(results, body):
-    found, flow = in_flow(lines(), ["device"], SCHEDULE, {}, results)
+    made = in_flow(lines(), ["device"], SCHEDULE, {}, results)
+    found, flow = made.lines, made.flow
     labels = [line.label for line in found]
     assert sorted(labels[: flow.body]) == sorted(body)
     assert sorted(labels) == ["B0", "B1", "F0", "F1", "update"] and labels[-1] == "update"
@@ -46,11 +47,13 @@ def test_the_body_is_all_up_to_the_last_forward_with_what_the_caller_is_told_and
 
 
 def test_a_step_whose_forwards_read_what_its_update_makes_is_not_in_flow():
-    assert in_flow(lines(), ["device"], SCHEDULE, {PARAM: NEW}, []) == (lines(), None)
+    given = lines()
+    assert in_flow(given, ["device"], SCHEDULE, {PARAM: NEW}, []) is given
 
 
 def test_every_line_of_every_step_is_handed_over_once_and_in_its_order():
-    found, flow = in_flow(lines(), ["device"], SCHEDULE, {}, [])
+    made = in_flow(lines(), ["device"], SCHEDULE, {}, [])
+    found, flow = made.lines, made.flow
     handed = list(flow.lines(3))
     assert sorted(handed) == [(step, line) for step in range(3) for line in range(len(found))]
     for step in range(3):

@@ -17,7 +17,8 @@ import jaxpp
 from jaxpp import options as options_module
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import sample_step
-from jaxpp.plan.builder import Builder, MemoryCopy, Name, leave_out_needless
+from jaxpp.plan.builder import Builder, LineList, MemoryCopy, Name
+from jaxpp.plan.passes.offload import without_needless
 from jaxpp.runtime import not_public, send
 from jaxpp.runtime.place import OneDevice
 from jaxpp.schedule.action import Action, Kind
@@ -286,13 +287,11 @@ def test_a_value_that_is_read_later_under_its_own_name_stays():
     builder.send("to another", read, Name(1, Ref(Role.ACTIVATION), 0))
     builder.call("fetch 0F0", MemoryCopy.TO_DEVICE, 0, out, back, action)
     builder.send("backward", back[1], Name(1, Ref(Role.ACTIVATION, 1), 0))
-    lines, stays = leave_out_needless(builder.lines)
-    assert stays == {out[1]: read, back[1]: read}
+    lines = without_needless(builder.finish([own, read], [])).lines
     assert [(line.inputs, line.outputs) for line in lines if line.copies] == [((own,), (out[0],)), ((out[0],), (back[0],))]
     assert lines[-1].inputs == (read,)
-    alone, stays = leave_out_needless(builder.lines[:1] + builder.lines[2:3])
-    assert alone == [builder.lines[0], builder.lines[2]]
-    assert not stays
+    alone = LineList(builder.lines[:1] + builder.lines[2:3], {}, (own, read), ())
+    assert without_needless(alone) is alone
 
 
 @pytest.mark.parametrize("route", ["direct", "public", "shards"])

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -177,7 +177,7 @@ def step_liveness(
 ) -> Liveness:
     """What is alive during a step that takes over its state's buffers; what the caller has in its ``homes`` is not copied there."""
     shapes = step_shapes(engine, lowered)
-    return line_liveness(lowered.bound, lowered.inputs, lowered.outputs, shapes, homes, engine.programs if compiled else None)
+    return line_liveness(lowered.bound, shapes, homes, engine.programs if compiled else None)
 
 
 def step_shapes(engine: Engine, lowered: LoweredStep) -> Shapes:
@@ -278,18 +278,16 @@ def _program_key(line: BoundLine) -> Hashable:
 
 def line_liveness(
     bound: Bound,
-    inputs: Sequence[Name],
-    outputs: Sequence[Name],
     shapes: Shapes,
     homes: Mapping[Name, Device] | None = None,
     programs: Programs | None = None,
 ) -> Liveness:
     """What is alive while lines run, from their arguments to their results; with the temporaries of ``programs``, if compiled."""
-    end, sizes = len(bound.lines) + 1, {name: shapes.num_bytes(name) for name in inputs}
+    end, sizes = len(bound.lines) + 1, {name: shapes.num_bytes(name) for name in bound.inputs}
     places, last = bound.placement.places, bound.last_uses
     actions = {line.action: number + 1 for number, line in enumerate(bound.lines) if line.program is not None}
     begins: dict[Name, int] = {name: 0 for name in sizes if name.stage != CALLER and _is_told(bound, places[name.stage])}
-    ends: dict[Name, int] = dict.fromkeys([*begins, *map(bound.resolve, outputs)], end)
+    ends: dict[Name, int] = dict.fromkeys([*begins, *bound.outputs], end)
     donated: set[Name] = set()
     gathered: dict[int, Gathered] = {}
     for number, line in enumerate(bound.lines):

@@ -30,8 +30,7 @@ from jaxpp.observe.memory.liveness import Gathered, Life, Liveness, liveness_in_
 from jaxpp.observe.profile.profile import Clock, Profile, RingPass
 from jaxpp.observe.profile.spans import Span, Stamp, beginning, durations_of, isolated_spans, traced_spans, watched_spans
 from jaxpp.observe.profile.trace import STEP, DamagedTraceError, Run, TraceError, matched, read_runs
-from jaxpp.plan.builder import CALLER, Name
-from jaxpp.plan.flow import Flow
+from jaxpp.plan.builder import CALLER, Flow, Name
 from jaxpp.plan.plan import About, Instruction, Plan
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.bind import Bound, BoundLine
@@ -344,7 +343,7 @@ class Forwards(Work):
     """The forwards of a batch, or of several like it that follow one another as in a stream, with keys folded from the first."""
 
     def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, num_batches: int):
-        self.engine, self.batch, self.leaves = engine, batch, leaves._replace(opt=(), own_opt=(), loss_scale=(), previous=())
+        self.engine, self.batch, self.leaves = engine, batch, leaves.variables
         self.keys: list[Key | None] = [key] * num_batches
         if num_batches > 1 and key is not None:
             self.keys = [jax.random.fold_in(key, k) for k in range(num_batches)]

@@ -5,71 +5,38 @@ aux, the model state), and the *tail*: the last backwards and the update, which 
 step's body. The order of both is that of the schedule in flow (``schedule.flow``).
 """
 
-import heapq
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
-from weakref import WeakKeyDictionary
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 
-from jaxpp.plan.builder import Line, Name
+from jaxpp.plan.builder import Flow, Line, LineListT, Name
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import UNIT, Number
 from jaxpp.schedule.flow import flow
-
-_Line = TypeVar("_Line", bound=Line)
-
-
-@dataclass(frozen=True, eq=False)
-class Flow:
-    """Where the tail of a step begins, and when its lines are handed over beside those of the steps before and after it."""
-
-    body: int  # how many lines it has
-    times: tuple[Number, ...]  # of each line
-    late: frozenset[Name]  # what the tail makes
-    _known: "WeakKeyDictionary[Flow, tuple[tuple[bool, int], ...]]" = field(default_factory=WeakKeyDictionary, repr=False)
-
-    def then(self, following: "Flow") -> tuple[tuple[bool, int], ...]:
-        """The tail with the body of the following step, as runs of lines: whether of the tail, and how many."""
-        if following not in self._known:
-            tail = ((time, 0, k) for k, time in enumerate(self.times) if k >= self.body)
-            body = ((time, 1, k) for k, time in enumerate(following.times[: following.body]))
-            runs = itertools.groupby(heapq.merge(tail, body), key=lambda line: line[1])
-            self._known[following] = tuple((not of_body, sum(1 for _ in run)) for of_body, run in runs)
-        return self._known[following]
-
-    def lines(self, num_steps: int) -> Iterator[tuple[int, int]]:
-        """The lines of so many equal steps in the order in which they are handed over: the number of the step, and of the line."""
-        left = [iter(range(len(self.times))) for _ in range(num_steps)]
-        yield from ((0, line) for line in itertools.islice(left[0], self.body))
-        for step in range(1, num_steps):
-            for of_tail, count in self.then(self):
-                number = step - of_tail
-                yield from ((number, line) for line in itertools.islice(left[number], count))
-        yield from ((num_steps - 1, line) for line in left[-1])
+from jaxpp.stages.program import Role
 
 
 def in_flow(
-    lines: Sequence[_Line], places: Sequence[Hashable], schedule: Schedule, state: Mapping[Name, Name], results: Sequence[Name]
-) -> tuple[list[_Line], Flow | None]:
-    """The lines of a step as body and tail; None if a next body would read what the tail makes, and as they were.
+    draft: LineListT, places: Sequence[Hashable], schedule: Schedule, state: Mapping[Name, Name], told: Sequence[Name]
+) -> LineListT:
+    """The lines of a step as body and tail; as they were if a next body would read what the tail makes.
 
     Args:
-        lines: those of a step.
+        draft: those of a step.
         places: where each stage lives.
         schedule: the order of their actions.
         state: for what the step is given of a state, what the same is called after it.
-        results: what the caller is told at once.
+        told: the results that the caller gets at once.
     """
+    lines = draft.lines
     order = _Order(lines, places)
     body = order.closure(order.last_forwards, in_order=True)
-    body |= order.closure([order.writer[name] for name in results if name in order.writer])
+    body |= order.closure([order.writer[name] for name in told if name in order.writer])
     late = frozenset(name for number, line in enumerate(lines) if number not in body for name in line.outputs)
     if any(state.get(name) in late for number in body for name in lines[number].inputs):
-        return list(lines), None
+        return draft
     starts, times, ends = _starts(schedule), list[Number](), list[Number]()
     for number, line in enumerate(lines):
         inside = number in body
@@ -81,7 +48,22 @@ def in_flow(
             times.append(max((ends[need] for need in needs), default=-math.inf))
             ends.append(times[number])
     sorted_lines = sorted(range(len(lines)), key=lambda number: (number not in body, times[number]))
-    return [lines[k] for k in sorted_lines], Flow(len(body), tuple(times[k] for k in sorted_lines), late)
+    parted = Flow(len(body), tuple(times[k] for k in sorted_lines), late)
+    return replace(draft, lines=tuple(lines[k] for k in sorted_lines), flow=parted)
+
+
+def with_previous(lines: Sequence[Line], stale: Collection[int]) -> list[Line]:
+    """Lines that read these parameters as they were before the last step."""
+
+    def of(names: Sequence[Name]) -> tuple[Name, ...]:
+        return tuple(as_previous(name) if name.ref.role == Role.PARAM and name.ref.index in stale else name for name in names)
+
+    return [replace(line, inputs=of(line.inputs), outputs=of(line.outputs)) for line in lines]
+
+
+def as_previous(name: Name) -> Name:
+    """What a parameter is called as it was before the last step."""
+    return name._replace(ref=replace(name.ref, role=Role.PREVIOUS))
 
 
 def _starts(schedule: Schedule) -> dict[tuple[Action, bool], Number]:

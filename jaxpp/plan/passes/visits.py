@@ -6,17 +6,17 @@ reader. What a visit begins with is copied in while the visit before it runs, wh
 forwards are done. What a visit has changed and a later one, or the caller, wants goes out. What a step computes from parameters
 alone (a cast) is computed again in each visit, which is cheaper than a copy.
 
-The update of a stage runs as soon as its gradients are complete (``early``), so that these need not wait in between. Where a step
-consumes its state, the old value of a leaf is let go once the new one has been handed over, so that the host holds the state once.
+The update of a stage runs as soon as its gradients are complete (``early``), so that these need not wait in between.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from jaxpp.plan.builder import CALLER, Builder, Line, LineCall, MemoryCopy, Name, last_uses
+from jaxpp.plan.builder import CALLER, Builder, Line, LineList, MemoryCopy, Name, waiting
+from jaxpp.plan.passes.donate import replaced
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.program import Role
 
@@ -27,21 +27,12 @@ WAITING: Mapping[str, frozenset[Role]] = {
 """By the words of ``host=``: the roles of what is on devices only while it is used."""
 
 
-def waiting(name: Name) -> Name:
-    """What a value is called while it is in host memory."""
-    return name._replace(ref=replace(name.ref, waits=True))
-
-
-def here(name: Name) -> Name:
-    """What a value is called while it is on its stage's devices."""
-    return name._replace(ref=replace(name.ref, waits=False)) if name.ref.waits else name
-
-
-def early(lines: Sequence[Line]) -> list[Line]:
+def early(draft: LineList) -> LineList:
     """The lines with those after the last action as early as what they read is complete; as they are if the host has to wait."""
+    lines = draft.lines
     last = max((number for number, line in enumerate(lines) if line.action is not None), default=-1)
     if any(line.call is not None and not line.copies for line in lines[last + 1 :]):
-        return list(lines)
+        return draft
     written, read = dict[Name, int](), dict[Name, int]()  # behind which line each name was written, and read, last
     idle = list[Line]()  # what needs nothing of the step: it runs right before what reads its results, or changes what it reads
     behind: defaultdict[int, list[Line]] = defaultdict(list)
@@ -60,12 +51,12 @@ def early(lines: Sequence[Line]) -> list[Line]:
             behind[at].append(each)
             written |= dict.fromkeys(each.outputs, at)
             read |= {name: max(at, read.get(name, -1)) for name in each.inputs}
-    return [*(line for number in range(len(lines)) for line in behind[number]), *idle]
+    return replace(draft, lines=(*(line for number in range(len(lines)) for line in behind[number]), *idle))
 
 
 def _comes_first(other: Line, line: Line) -> bool:
     """Whether a line reads what the other one makes, or changes what it reads."""
-    return not set(other.outputs).isdisjoint(line.inputs) or not set(other.inputs).isdisjoint((*line.outputs, *line.taken))
+    return not set(other.outputs).isdisjoint(line.inputs) or not set(other.inputs).isdisjoint((*line.outputs, *replaced(line)))
 
 
 @dataclass
@@ -78,71 +69,47 @@ class _Value:
     visit: int = -1  # the last in which it is on its devices
 
 
-@dataclass(eq=False)
-class Visits:
-    """Lines, in which everything is on devices, that get copies of what waits: ``run`` writes them, once.
+def visit(lines: LineList, places: Sequence[Hashable], roles: Collection[Role], stays: Collection[tuple[Role, int]]) -> LineList:
+    """Lines that copy what waits in host memory in and out; arguments and results that wait are called so.
 
-    Attributes:
-        builder: the lines.
+    Args:
+        lines: lines in which everything is on devices.
         places: where each stage lives.
         roles: what is on devices only while it is used,
         stays: but for these leaves, by role and index.
-        given: what the arguments of the step are called; some wait.
-        results: what its results are called, on devices.
-        let_go: what deletes arguments that wait, once their new values have gone out; None where they stay.
     """
+    return _Visits(lines, places, roles, stays).run()
 
-    builder: Builder
-    places: Sequence[Hashable]
-    roles: Collection[Role]
-    stays: Collection[tuple[Role, int]]
-    given: Sequence[Name]
-    results: Sequence[Name]
-    let_go: LineCall | None = None
 
-    def __post_init__(self):
+class _Visits:
+    def __init__(self, draft: LineList, places: Sequence[Hashable], roles: Collection[Role], stays: Collection[tuple[Role, int]]):
+        self._draft, self._places, self._roles, self._stays = draft, places, roles, stays
         self._values: defaultdict[Name, _Value] = defaultdict(_Value)
-        for name in self.given:
-            if name.ref.waits:
-                self._values[here(name)].copy = name
+        for name in filter(self._visits, draft.inputs):
+            self._values[name].copy = waiting(name)
         self._makers = dict[Name, Line]()  # of what each visit computes again
-        self._lines = self._without_needless(self.builder.lines)
+        self._lines = self._without_needless(draft.lines)
         self._begins = dict[int, int]()  # the first line of each visit
         self._returns = dict[int, int]()  # and the one after its last forward
         self._ahead = dict[int, int]()  # the first line of the visit before it at its place, or the last program before it
         self._ins: defaultdict[int, list[tuple[Name, Name]]] = defaultdict(list)  # the copies right before each line
         self._outs: defaultdict[int, list[tuple[Name, Name]]] = defaultdict(list)  # and right behind it
         self._again: defaultdict[int, list[Line]] = defaultdict(list)  # the programs right before it
-        self._wanted = frozenset(self.results)
+        self._wanted = frozenset(draft.outputs)
         self._made = set[tuple[Name, int]]()  # what has been computed again, and in which visit
 
-    def run(self) -> tuple[Builder, dict[Name, Name]]:
-        """Lines that copy what waits in and out; and what those of the results that then wait are called."""
+    def run(self) -> LineList:
         self._find_visits()
         lines = [self._visited(number, line) for number, line in enumerate(self._lines)]
-        made = Builder(constants=dict(self.builder.constants))
+        made = Builder()
         for number, line in enumerate(lines):
             _copy(made, MemoryCopy.TO_DEVICE, self._ins[number])
             made.lines += [*self._again[number], line]
             _copy(made, MemoryCopy.TO_HOST, self._outs[number])
-        known = {name: self._values[name].copy for name in self.results if name in self._values}
-        copies = {name: copy for name, copy in known.items() if copy is not None}
-        if self.let_go is not None:
-            made.lines[:] = self._letting_go(made.lines, copies, self.let_go)
-        return made, copies
-
-    def _letting_go(self, lines: Sequence[Line], copies: Mapping[Name, Name], let_go: LineCall) -> Iterator[Line]:
-        """The lines, with one behind the new values of a stage that lets go of the old ones, of which no other is made."""
-        last, gone = last_uses(lines), defaultdict[int, dict[int, list[Name]]](lambda: defaultdict(list))
-        kept, news = set(copies.values()), {_leaf(name): copy for name, copy in copies.items()}
-        for name in self.given:
-            new = news.get(_leaf(name))
-            if name.ref.waits and name not in kept and new is not None:
-                gone[max(last[new], last.get(name, -1))][name.stage].append(name)
-        for number, line in enumerate(lines):
-            yield line
-            for stage, old in gone[number].items():
-                yield Line(f"let go of stage {stage}", stage, None, tuple(range(len(old))), tuple(old), (), call=let_go)
+        copies = {name: self._values[name].copy for name in self._draft.outputs if name in self._values}
+        given = tuple(waiting(name) if self._visits(name) else name for name in self._draft.inputs)
+        results = tuple(copies.get(name) or name for name in self._draft.outputs)
+        return replace(self._draft, lines=tuple(made.lines), inputs=given, outputs=results)
 
     def _without_needless(self, lines: Sequence[Line]) -> list[Line]:
         """The lines but for sends of what waits, which each stage reads from there, and for programs that visits run again."""
@@ -157,7 +124,7 @@ class Visits:
         return kept
 
     def _all_are(self, role: Role, names: Sequence[Name]) -> bool:
-        return role in self.roles and all(name.ref.role == role for name in names)
+        return role in self._roles and all(name.ref.role == role for name in names)
 
     def _touched(self, line: Line) -> list[Name]:
         """The values that a line touches, of those that visit; and those of which what it reads is computed."""
@@ -167,17 +134,17 @@ class Visits:
 
     def _visits(self, name: Name) -> bool:
         ref = name.ref
-        return name.stage != CALLER and ref.role in self.roles and (ref.role, ref.index) not in self.stays
+        return name.stage != CALLER and ref.role in self._roles and (ref.role, ref.index) not in self._stays
 
     def _find_visits(self) -> None:
         fresh, visits, programs = itertools.count(), dict[Hashable, tuple[int, int]](), dict[Hashable, int]()
         for number, line in enumerate(self._lines):
-            place = self.places[line.stage]
+            place = self._places[line.stage]
             ahead = programs.get(place, number)
             if line.program is not None:
                 programs[place] = number
             for name in self._touched(line):
-                at = self.places[name.stage]
+                at = self._places[name.stage]
                 stage, visit = visits.get(at, (-1, -1))
                 if stage != name.stage:
                     self._ahead[following := next(fresh)] = self._begins.get(visit, ahead)
@@ -203,7 +170,7 @@ class Visits:
             value.visit = value.touches[number]
             if name in line.outputs:
                 value.copy = None  # it has changed
-            if value.copy is None and name not in line.taken - set(line.outputs) and self._is_wanted(number, name):
+            if value.copy is None and self._is_wanted(number, name):
                 value.copy, value.since = waiting(named[name]), number
                 self._outs[number].append((named[name], value.copy))
         inputs, outputs = (tuple(named.get(name, name) for name in names) for names in (line.inputs, line.outputs))
@@ -232,11 +199,6 @@ class Visits:
             inputs = tuple(named.get(name, name) for name in maker.inputs)
             outputs = tuple(name._replace(visit=visit) for name in maker.outputs)
             self._again[number].append(replace(maker, inputs=inputs, outputs=outputs))
-
-
-def _leaf(name: Name) -> tuple[int, Role, int]:
-    """Which leaf of a state a value is, before or after a step."""
-    return name.stage, name.ref.role, name.ref.index
 
 
 def _copy(builder: Builder, copies: MemoryCopy, pairs: Sequence[tuple[Name, Name]]) -> None:

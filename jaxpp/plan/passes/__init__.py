@@ -1,0 +1,1 @@
+"""Passes over lines; ``transform`` runs them."""
