@@ -242,7 +242,7 @@ class Submesh(Place):
             axes = set(self.axis_sizes)
             ins, outs = ([self.sharding(ref).spec for ref in refs] for refs in ends)
         else:
-            axes, whole = set(RankAxes(self.mesh.abstract_mesh).apart), PartitionSpec()
+            axes, whole = set(RankAxes(self.mesh.abstract_mesh).manual), PartitionSpec()
             ins, outs = ([PartitionSpec(DATA) if mine else whole for mine in each] for each in (reads, writes))
 
         def of_one(*args: Leaf) -> list[Leaf]:

@@ -29,7 +29,7 @@ from jaxpp.types import Activation, Cotangent, Device, Grads, Leaf, Params, Tree
 
 
 class Pullback:
-    """Turns the cotangent of an activation into ``(grads, cotangent of its input)``, once: the call lets the residuals go."""
+    """Turns the cotangent of an activation into ``(grads, cotangent of its input)``, once: the call frees the residuals."""
 
     def __init__(self, stage: int, vjp: Callable[[Cotangent], tuple[Grads, Cotangent]]):
         self._stage = stage
@@ -85,18 +85,18 @@ class Stage:
             ``grads, cotangent = pullback(cotangent_of_activation)``, which brings its cotangent to the stage's device too.
         """
 
-        def own(leaf: Leaf) -> Leaf:  # the pullback reads it later, and the caller may change it before
+        def copied(leaf: Leaf) -> Leaf:  # the pullback reads it later, and the caller may change it before
             return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
-        def here(tree: Tree) -> Tree:
-            return jax.device_put(jax.tree.map(own, tree), self.home)
+        def on_device(tree: Tree) -> Tree:
+            return jax.device_put(jax.tree.map(copied, tree), self.home)
 
         refuse_compile_only(f"pipe.stages[{self.index}].forward", [self.home])
-        params, x, inputs = here((params, x, inputs))
+        params, x, inputs = on_device((params, x, inputs))
         if not self.trains:
             return self.function(params, x, *inputs)
         activation, vjp = jax.vjp(lambda params, x: self.function(params, x, *inputs), params, x)
-        return activation, Pullback(self.index, lambda cotangent: vjp(here(cotangent)))
+        return activation, Pullback(self.index, lambda cotangent: vjp(on_device(cotangent)))
 
 
 class Stages(Sequence[Stage]):
