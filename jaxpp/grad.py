@@ -12,7 +12,7 @@ from jaxpp.engine.tracing import same_shapes
 from jaxpp.errors import warn
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.errors.tracebacks import entry
-from jaxpp.options import Options
+from jaxpp.options import Asked, Loss, Memory, Order, Where
 from jaxpp.runtime.edges import check_alive, concatenated_at, join_slices, to_homes
 from jaxpp.runtime.processes.trees import stand_in_for
 from jaxpp.schedule.base import Schedule
@@ -75,7 +75,13 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         >>> grads["w1"].shape
         (4, 8)
     """
-    options = Options.of(**locals())
+    asked = Asked(
+        Order(num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts),
+        Loss(has_aux, allow_int=allow_int, reduce_aux=reduce_aux, weight=weight, reduction=reduction, shared=shared),
+        where=Where(devices, mesh, data_parallel=data_parallel, axes=axes, shardings=shardings),
+        memory=Memory(remat, fuse=fuse, max_shapes=max_shapes),
+    )
+    options = asked.settled(loss_fn)
     engine: Engine | None = None
 
     @entry

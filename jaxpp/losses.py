@@ -203,24 +203,21 @@ def _check_arrays(hidden: jax.Array, table: jax.Array, labels: jax.Array, bias: 
 
 def _check_options(num_slices: int | None, label_smoothing: float, z_loss: float, ignore_index: int | None) -> None:
     """Refuse options outside what they may be, all of them at once."""
-    options = {"num_slices": num_slices, "label_smoothing": label_smoothing, "z_loss": z_loss, "ignore_index": ignore_index}
+    given = {"num_slices": num_slices, "label_smoothing": label_smoothing, "z_loss": z_loss, "ignore_index": ignore_index}
+    positive = num_slices is None or (_is_whole(num_slices) and num_slices >= 1)
+    part = _is_real(label_smoothing) and 0 <= label_smoothing < 1
+    factor = _is_real(z_loss) and 0 <= z_loss < math.inf
+    label = ignore_index is None or _is_whole(ignore_index)
     fixes = {
-        "num_slices": "pass num_slices=8 or another whole number of at least 1, or leave it out",
-        "label_smoothing": "pass a label_smoothing of at least 0 and below 1, such as 0.1",
-        "z_loss": "pass a z_loss of at least 0, such as 1e-4",
-        "ignore_index": "pass the whole number that labels tokens which do not count, such as ignore_index=-100",
+        "num_slices": "" if positive else "pass num_slices=8 or another whole number of at least 1, or leave it out",
+        "label_smoothing": "" if part else "pass a label_smoothing of at least 0 and below 1, such as 0.1",
+        "z_loss": "" if factor else "pass a z_loss of at least 0, such as 1e-4",
+        "ignore_index": "" if label else "pass the whole number that labels tokens which do not count, such as ignore_index=-100",
     }
-    allowed = {
-        "num_slices": num_slices is None or (_is_whole(num_slices) and num_slices >= 1),
-        "label_smoothing": _is_real(label_smoothing) and 0 <= label_smoothing < 1,
-        "z_loss": _is_real(z_loss) and 0 <= z_loss < math.inf,
-        "ignore_index": ignore_index is None or _is_whole(ignore_index),
-    }
-    if wrong := [name for name, fine in allowed.items() if not fine]:
-        where = f"linear_cross_entropy({', '.join(f'{name}={shown(options[name])}' for name in wrong)})"
+    if any(fixes.values()):
+        got = [f"{name}={shown(given[name])}" for name, fix in fixes.items() if fix]
         rule = "the terms of the loss are numbers that are known when it is traced"
-        got = [f"{name}={shown(options[name])}" for name in wrong]
-        raise ArgumentError(where, rule, got, "; ".join(fixes[name] for name in wrong))
+        raise ArgumentError(f"linear_cross_entropy({', '.join(got)})", rule, got, "; ".join(filter(None, fixes.values())))
 
 
 def _is_whole(value: object) -> bool:

@@ -1,9 +1,10 @@
 """The options of a pipeline: what the user asked for, checked before anything is traced."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -38,14 +39,14 @@ from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, RankAxes, axis_names
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.program import Role
-from jaxpp.stages.remat import RematPolicy, offload_of, policies_of
+from jaxpp.stages.remat import Remat, RematPolicy, offload_of, policies_of
 from jaxpp.targets import compiles_only, device_name
-from jaxpp.types import Batch, Device, LossFn, Tree
+from jaxpp.types import Batch, Device, LossFn, ReduceAux, Tree
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for: the arguments of ``Pipeline``, checked and settled by ``of``."""
+    """What the user asked for: the arguments of a front door, checked and settled by ``Asked``."""
 
     loss_fn: LossFn  # loss_fn(params[, model_state], batch[, key]); takes the key by position
     schedule: Schedule  # if made_to_measure, another one with as many ranks, until the stages are known
@@ -78,73 +79,9 @@ class Options:
     is_loss: bool = True  # False: loss_fn is a function that returns outputs, with has_state (new_model_state, outputs)
 
     @classmethod
-    def of(
-        cls,
-        loss_fn: LossFn,
-        *,
-        num_stages: int,
-        num_microbatches: int | None = None,
-        schedule: str | Schedule = "1f1b",
-        devices: Sequence[Device] | None = None,
-        mesh: Mesh | None = None,
-        data_parallel: int = 1,
-        axes: Mapping[str, str | Sequence[str]] | None = None,
-        **others: Any,
-    ) -> "Options":
-        """The options from the arguments of ``Pipeline`` or ``value_and_grad``; without ``is_loss``, of forwards alone."""
-        counts = {"num_stages": num_stages, "max_shapes": others.get("max_shapes", 1)}
-        if num_microbatches is not None:
-            counts["num_microbatches"] = num_microbatches
-        where = "jaxpp.Pipeline / jaxpp.value_and_grad" if others.get("is_loss", True) else "jaxpp.Forward"
-        check_counts(where, counts, ArgumentError)
-        check_flags(where, **{name: others[name] for name in ("has_aux", "has_state", "allow_int") if name in others})
-        _check_functions(loss_fn, others)
-        known = axis_map(axes, mesh)
-        sizes = int(num_stages), int(num_stages if num_microbatches is None else num_microbatches)
-        auto = isinstance(schedule, str) and schedule == AUTO
-        if auto:
-            made = _before_measuring(*sizes, num_places(devices, mesh, data_parallel, known))
-        else:
-            made = _schedule_of(schedule, *sizes) if others.get("is_loss", True) else forward(*sizes)
-        has_state = others.get("has_state", False)
-        if has_state:
-            _check_order(made)
-        places = submeshes(devices, mesh, data_parallel, made.num_ranks, known)
-        used = places[: made.num_ranks]
-        widest = max(used, key=lambda each: each.num_shards)
-        platform = places[0].devices[0].platform
-        settled: dict[str, Callable[[Any], Any]] = {
-            "cuts": lambda cuts: _cuts_of(cuts, num_stages),
-            "cut_gradient": lambda boundaries: _boundaries_of(boundaries, num_stages),
-            "balance": lambda balance: _balance_of(balance, used),
-            "reduction": _reduction_of,
-            "reduce_aux": check_reducers,
-            "loss_scale": check_loss_scale,
-            "remat": lambda remat: policies_of(remat, num_stages, platform),
-            "offload": lambda remat: offload_of(remat, num_stages),
-            "shardings": lambda shardings: _check_shardings(shardings, mesh, widest, known),
-            "shard": lambda shard: _shard_of(shard, is_loss=others.get("is_loss", True)),
-            "shared": _shared_of,
-            "trains": _trains_of,
-            "host": lambda host: _host_of(host, is_loss=others.get("is_loss", True)),
-            "delay": _delay_of,
-            "fuse": lambda fuse: _fuse_of(fuse, platform),
-            "max_shapes": int,
-        }
-        others.setdefault("remat", "least")
-        others.setdefault("fuse", None)
-        others["offload"] = others["remat"]
-        given = {name: settled[name](value) if name in settled else value for name, value in others.items()}
-        given["made_to_measure"] = auto
-        given |= {"axes": axes_of(widest, mesh, known), "by_list": mesh is None}
-        called = "loss_fn" if others.get("is_loss", True) else "fn"
-        if devices is None and mesh is None:
-            given["devices_warning"] = devices_warning(made, places, data_parallel, by_name=isinstance(schedule, str))
-        if auto:
-            given |= _idle_devices(made, num_places(devices, mesh, data_parallel, known))
-        found = cls(positional_key(loss_fn, 2 + has_state, called), made, places, **given)
-        _check_together(found)
-        return found.with_host(found.host)
+    def of(cls, loss_fn: LossFn, **given: Any) -> "Options":
+        """The options from arguments by name, as ``Pipeline`` has them."""
+        return Asked.of(**given).settled(loss_fn)
 
     @cached_property
     def placement(self) -> Placement:
@@ -161,13 +98,29 @@ class Options:
         found = self if host == self.host else replace(self, host=host)
         if host is not None:
             _check_memories(found.devices, f"host={host!r}", "no host=")
-            _check_host(found)
+            rule = "what waits in host memory is whole, and beside devices of one process"
+            wrong = {"devices of several processes": found.by_processes, f"shard={sorted(found.shard)}": bool(found.shard)}
+            wrong |= {f"delay={found.delay}": bool(found.delay)}
+            _refuse_beside(f"host={host!r}", rule, wrong, "leave host or these out")
         return found
+
+    def hosted(self) -> list["Options"]:
+        """The same with more in host memory, each with more than the one before; none if the state cannot wait there."""
+        words = list(WAITING)
+        more = words if self.host is None else words[words.index(self.host) + 1 :]
+        with contextlib.suppress(ArgumentError):
+            return list(map(self.with_host, more))
+        return []
 
     @property
     def waiting(self) -> frozenset[Role]:
         """The roles of what is on devices only while it is used."""
         return frozenset() if self.host is None else WAITING[self.host]
+
+    @property
+    def by_processes(self) -> bool:
+        """Whether the devices are of several processes."""
+        return len(processes_of(self.devices)) > 1
 
     @cached_property
     def compile_only(self) -> bool:
@@ -199,28 +152,177 @@ class Options:
         return tuple(device for place in self.places for device in place.devices)
 
 
-def _check_functions(loss_fn: object, others: Mapping[str, object]) -> None:
-    check_function("loss_fn", "the loss is a function of (params, batch[, key])", loss_fn)
-    if (weight := others.get("weight")) is not None and weight != "auto":
+@dataclass(frozen=True)
+class Order:
+    """In what parts a loss and a batch run, and in which order, as the user writes it."""
+
+    num_stages: int
+    num_microbatches: int | None = None  # None: as many as there are stages
+    schedule: str | Schedule = "1f1b"
+    cuts: Sequence[str] | None = None
+    balance: str = "cost"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What the function takes and returns, and how what it returns of microbatches becomes that of a step."""
+
+    has_aux: bool = False
+    has_state: bool = False
+    allow_int: bool = True
+    reduce_aux: ReduceAux = None
+    weight: Callable[[Batch], ArrayLike] | str | None = None
+    reduction: str = "mean"
+    shared: str | Sequence[str] = ()
+    is_loss: bool = True  # False: of forwards alone, whose function returns outputs
+
+
+@dataclass(frozen=True)
+class Training:
+    """What of the parameters learns, and when."""
+
+    trains: str | Sequence[str] | None = None
+    cut_gradient: Iterable[int] = ()
+    loss_scale: Tree = None
+    delay: int = 0
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which devices there are, and how the parameters of a stage are divided among them."""
+
+    devices: Sequence[Device] | None = None
+    mesh: Mesh | None = None
+    data_parallel: int = 1
+    axes: Mapping[str, str | Sequence[str]] | None = None
+    shardings: Tree = None
+    shard: str | Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is kept, and where it waits."""
+
+    remat: Remat | Sequence[Remat] = "least"
+    hbm: int | None = None  # bytes
+    host: str | None = None
+    fuse: bool | None = None
+    max_shapes: int = 8
+
+
+class Asked(NamedTuple):
+    """The arguments of ``Pipeline``, ``value_and_grad`` and ``Forward``, in groups, as the user wrote them.
+
+    The front doors put them together by name; ``settled`` is the one place where they are checked.
+    """
+
+    order: Order
+    loss: Loss = Loss()
+    training: Training = Training()
+    where: Where = Where()
+    memory: Memory = Memory()
+
+    @classmethod
+    def of(cls, **given: Any) -> "Asked":
+        """The groups from arguments by name."""
+        taken = [{name: given.pop(name) for name in (each.name for each in fields(group)) if name in given} for group in _GROUPS]
+        if given:
+            raise TypeError(f"options got unexpected keyword arguments {', '.join(given)}")
+        return cls._make(group(**own) for group, own in zip(_GROUPS, taken, strict=True))
+
+    def settled(self, function: LossFn) -> Options:
+        """The options, checked one by one and then together; an ArgumentError if they cannot be."""
+        order, loss, training, where, memory = self
+        _check_kinds(self, function)
+        known = axis_map(where.axes, where.mesh)
+        there = partial(num_places, where.devices, where.mesh, where.data_parallel, known)
+        num_stages = int(order.num_stages)
+        num_microbatches = num_stages if order.num_microbatches is None else int(order.num_microbatches)
+        auto = isinstance(order.schedule, str) and order.schedule == AUTO
+        if auto:
+            made = _before_measuring(num_stages, num_microbatches, there())
+        elif loss.is_loss:
+            made = _schedule_of(order.schedule, num_stages, num_microbatches)
+        else:
+            made = forward(num_stages, num_microbatches)
+        if loss.has_state:
+            _check_order(made)
+        places = submeshes(where.devices, where.mesh, where.data_parallel, made.num_ranks, known)
+        used = places[: made.num_ranks]
+        widest, platform = max(used, key=lambda each: each.num_shards), places[0].devices[0].platform
+        warning = None
+        if where.devices is None and where.mesh is None:
+            warning = devices_warning(made, places, where.data_parallel, by_name=isinstance(order.schedule, str))
+        found = Options(
+            positional_key(function, 2 + loss.has_state, "loss_fn" if loss.is_loss else "fn"),
+            made,
+            places,
+            has_aux=loss.has_aux,
+            has_state=loss.has_state,
+            allow_int=loss.allow_int,
+            is_loss=loss.is_loss,
+            weight=loss.weight,
+            reduce_aux=check_reducers(loss.reduce_aux),
+            reduction=_reduction_of(loss.reduction),
+            cuts=_cuts_of(order.cuts, num_stages),
+            remat=policies_of(memory.remat, num_stages, platform),
+            offload=offload_of(memory.remat, num_stages),
+            cut_gradient=_boundaries_of(training.cut_gradient, num_stages),
+            balance=_balance_of(order.balance, used),
+            loss_scale=check_loss_scale(training.loss_scale),
+            shardings=_check_shardings(where.shardings, where.mesh, widest, known),
+            shard=_shard_of(where.shard, is_loss=loss.is_loss),
+            shared=_paths_of("shared", loss.shared, "batch leaves for all microbatches", 'shared=("beta", "graph/*")'),
+            trains=None if training.trains is None else _paths_of("trains", training.trains, *_TRAINED, least=1),
+            max_shapes=int(memory.max_shapes),
+            hbm=memory.hbm,
+            fuse=_fuse_of(memory.fuse, platform),
+            host=_host_of(memory.host, is_loss=loss.is_loss),
+            delay=_delay_of(training.delay),
+            made_to_measure=auto,
+            axes=axes_of(widest, where.mesh, known),
+            by_list=where.mesh is None,
+            devices_warning=(_idle_devices(made, there()) if auto else None) or warning,
+        )
+        _check_together(found)
+        return found.with_host(found.host)
+
+
+_TRAINED = "the parameters that a step trains", 'trains="generator", or leave it out to train all'
+_GROUPS = (Order, Loss, Training, Where, Memory)
+
+
+def _check_kinds(asked: Asked, function: object) -> None:
+    """Refuse counts, flags and functions that are none."""
+    order, loss = asked.order, asked.loss
+    counts = {"num_stages": order.num_stages, "max_shapes": asked.memory.max_shapes}
+    if order.num_microbatches is not None:
+        counts["num_microbatches"] = order.num_microbatches
+    where = "jaxpp.Pipeline / jaxpp.value_and_grad" if loss.is_loss else "jaxpp.Forward"
+    check_counts(where, counts, ArgumentError)
+    check_flags(where, has_aux=loss.has_aux, has_state=loss.has_state, allow_int=loss.allow_int)
+    check_function("loss_fn", "the loss is a function of (params, batch[, key])", function)
+    if loss.weight is not None and loss.weight != "auto":
         fix = 'pass a function such as lambda batch: batch["mask"].sum(), or "auto", or leave weight out'
-        check_function("weight", "the weight is a function that makes one number of a microbatch", weight, fix)
-    if weight is not None and others.get("reduction") == "sum":
+        check_function("weight", "the weight is a function that makes one number of a microbatch", loss.weight, fix)
+    if loss.weight is not None and loss.reduction == "sum":
         fix = "leave weight out; or, for a weighted mean, reduction"
         raise ArgumentError('weight, reduction="sum"', "weights are those of a mean, and a sum has none", "both", fix)
-    reduce_aux = others.get("reduce_aux")
-    has_aux = others.get("has_aux") or others.get("has_state") or not others.get("is_loss", True)
-    if reduce_aux is not None and not has_aux:
+    if loss.reduce_aux is not None and loss.is_loss and not (loss.has_aux or loss.has_state):
         rule = "it says how the aux values of the microbatches become those of the step, so the loss must return some"
         fix = "pass has_aux=True and return (loss, aux), or leave reduce_aux out"
-        raise ArgumentError(f"reduce_aux={shown(reduce_aux)}", rule, "a loss without aux (has_aux=False)", fix)
+        raise ArgumentError(f"reduce_aux={shown(loss.reduce_aux)}", rule, "a loss without aux (has_aux=False)", fix)
 
 
-def _check_together(options: "Options") -> None:
+def _check_together(options: Options) -> None:
     """Refuse options that cannot be had beside one another, or on these devices."""
     if any(each is not None for each in options.offload):
         _check_memories(options.devices, 'remat="offload"', 'remat="least" or remat="recompute"')
     if options.delay:
-        _check_delay(options)
+        rule = "steps follow one another on devices of one process that hold the parameters twice, and none is skipped"
+        wrong = {"devices of several processes": options.by_processes, f"host={options.host!r}": options.host is not None}
+        wrong |= {"a loss scale, which a step may skip": options.loss_scale is not None}
+        _refuse_beside(f"delay={options.delay}", rule, wrong, "leave delay or these out")
 
 
 def _check_memories(devices: Sequence[Device], where: str, instead: str) -> None:
@@ -231,16 +333,7 @@ def _check_memories(devices: Sequence[Device], where: str, instead: str) -> None
         raise ArgumentError(where, f"each device reaches {HOST_MEMORY} memory, in which arrays wait", wrong, fix)
 
 
-HOSTS = tuple(WAITING)
-"""The words of ``host=``, each with more that waits in host memory than the one before."""
-
-
-def more_hosts(host: str | None) -> tuple[str, ...]:
-    """The words with which more waits."""
-    return HOSTS if host is None else HOSTS[HOSTS.index(host) + 1 :]
-
-
-def _host_of(host: object, *, is_loss: bool) -> object:
+def _host_of(host: str | None, *, is_loss: bool) -> str | None:
     if host == "optimizer" and not is_loss:
         rule, fix = "forwards have parameters, and no optimizer", 'pass host="params", or leave it out'
         raise ArgumentError(f"host={host!r}", rule, "a jaxpp.Forward", fix)
@@ -251,41 +344,26 @@ def _host_of(host: object, *, is_loss: bool) -> object:
     return host
 
 
-def _delay_of(delay: object) -> object:
+def _delay_of(delay: int) -> int:
     if isinstance(delay, bool) or delay not in (0, 1):
         rule = "gradients are of the parameters that a step finds (0), or of those before the last step (1)"
         raise ArgumentError(f"delay={shown(delay)}", rule, shown(delay), "pass delay=1, or leave it out")
     return delay
 
 
-def _check_delay(options: "Options") -> None:
-    """Refuse what has no parameters of an earlier step."""
-    several = len(processes_of(options.devices)) > 1
-    wrong = {"devices of several processes": several, f"host={options.host!r}": options.host is not None}
-    wrong |= {"a loss scale, which a step may skip": options.loss_scale is not None}
+def _refuse_beside(where: str, rule: str, wrong: Mapping[str, bool], fix: str) -> None:
     if got := [what for what, is_there in wrong.items() if is_there]:
-        rule = "steps follow one another on devices of one process that hold the parameters twice, and none is skipped"
-        raise ArgumentError(f"delay={options.delay}", rule, got, "leave delay or these out")
+        raise ArgumentError(where, rule, got, fix)
 
 
-def _check_host(options: "Options") -> None:
-    """Refuse what cannot wait yet."""
-    where, several = f"host={options.host!r}", len(processes_of(options.devices)) > 1
-    wrong = {"devices of several processes": several, f"shard={sorted(options.shard)}": bool(options.shard)}
-    wrong |= {f"delay={options.delay}": bool(options.delay)}
-    if got := [what for what, is_there in wrong.items() if is_there]:
-        rule = "what waits in host memory is whole, and beside devices of one process"
-        raise ArgumentError(where, rule, got, "leave host or these out")
-
-
-def _reduction_of(reduction: object) -> object:
+def _reduction_of(reduction: str) -> str:
     if reduction not in ("mean", "sum"):
         rule = 'the loss of a step is the "mean" over the microbatches, or their "sum" if the loss is a sum over its examples'
         raise ArgumentError("reduction", rule, repr(reduction), 'pass reduction="sum", or leave it out')
     return reduction
 
 
-def _balance_of(balance: object, places: Sequence[Place]) -> object:
+def _balance_of(balance: str, places: Sequence[Place]) -> str:
     if balance not in ("cost", "flops", "time", "memory"):
         rule = 'a loss is cut by "cost" (estimated), "flops" (counted), "time" (measured) or "memory" (estimated)'
         raise ArgumentError("balance", rule, repr(balance), 'pass balance="time" or balance="memory", or leave it out')
@@ -304,7 +382,7 @@ def _fuse_of(fuse: object, platform: str) -> bool:
     return bool(fuse)
 
 
-def _check_shardings(shardings: object, mesh: Mesh | None, widest: Place, axes: AxisMap) -> object:
+def _check_shardings(shardings: Tree, mesh: Mesh | None, widest: Place, axes: AxisMap) -> Tree:
     there = {axis for axis, names in axes.items() if mesh is not None and not set(names).isdisjoint(mesh.axis_names)}
     there |= {axis for axis, size in widest.axis_sizes.items() if size > 1}
     if shardings is None or MODEL in there or (DATA in there and not _names_model(shardings, axes[MODEL])):
@@ -326,12 +404,12 @@ def _names_model(shardings: Tree, names: Sequence[str]) -> bool:
 SHARDS = ("optimizer", "gradients", "parameters")  # what replicas can divide between them; the last two with the first
 
 
-def _shard_of(shard: object, *, is_loss: bool) -> object:
+def _shard_of(shard: object, *, is_loss: bool) -> frozenset[str]:
     able, asked = SHARDS if is_loss else SHARDS[-1:], () if shard is None else _listed(shard)
     if wrong := [shown(what) for what in asked if what not in able]:
         rule = f"replicas of a stage can divide between them {', '.join(map(repr, able))}"
         raise ArgumentError("shard", rule, wrong, f"pass shard={able[0]!r}, for example, or leave it out")
-    return frozenset(asked)
+    return frozenset(map(str, asked))
 
 
 def _listed(given: object) -> tuple[object, ...]:
@@ -379,15 +457,15 @@ def _before_measuring(num_stages: int, num_microbatches: int, num_places: int) -
     return Schedule(AUTO, made.rows, made.stage_to_rank)
 
 
-def _idle_devices(schedule: Schedule, there: int) -> dict[str, DevicesWarning]:
+def _idle_devices(schedule: Schedule, there: int) -> DevicesWarning | None:
     """A warning of devices that ``schedule="auto"`` leaves idle, because ranks of equally many stages need fewer."""
     stages, ranks = schedule.num_stages, schedule.num_ranks
     if ranks == min(stages, there):
-        return {}
+        return None
     rule = 'schedule="auto": equally many stages lie on each rank, and a rank has a device'
     got = f"{stages} stages on {ranks} rank{'s' * (ranks > 1)}, and devices for {there}"
     fix = f"pass num_stages={there} or {2 * there}, or another multiple of {there}"
-    return {"devices_warning": DevicesWarning(f"{rule}.\n  Got: {got}.\n  Fix: {fix}.")}
+    return DevicesWarning(f"{rule}.\n  Got: {got}.\n  Fix: {fix}.")
 
 
 def _check_order(schedule: Schedule) -> None:
@@ -403,21 +481,11 @@ def _check_order(schedule: Schedule) -> None:
         raise ScheduleError(f"schedule={schedule.name!r}, has_state=True", rule, wrong, fix)
 
 
-def _shared_of(shared: object) -> tuple[str, ...]:
-    names = _listed(shared)
-    if not all(isinstance(name, str) for name in names):
-        rule = "batch leaves for all microbatches are named by their paths, or patterns of paths"
-        raise ArgumentError("shared", rule, repr(shared), 'pass for example shared=("beta", "graph/*")')
-    return tuple(map(str, names))
-
-
-def _trains_of(trains: object) -> tuple[str, ...] | None:
-    names = _listed(trains)
-    if trains is None:
-        return None
-    if not names or not all(isinstance(name, str) for name in names):
-        rule = "the parameters that a step trains are named by their paths, or patterns of paths"
-        raise ArgumentError("trains", rule, repr(trains), 'pass for example trains="generator", or leave it out to train all')
+def _paths_of(name: str, given: object, what: str, fix: str, *, least: int = 0) -> tuple[str, ...]:
+    """Paths, or patterns of paths, at least so many."""
+    names = _listed(given)
+    if len(names) < least or not all(isinstance(each, str) for each in names):
+        raise ArgumentError(name, f"{what} are named by their paths, or patterns of paths", repr(given), f"pass for example {fix}")
     return tuple(map(str, names))
 
 

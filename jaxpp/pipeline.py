@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.init_arguments import first_leaves
 from jaxpp.engine.outcome import Outcome, leaves_read
-from jaxpp.engine.state import Metrics, State, num_gone, settle, states_of, steps_of, tail_of
+from jaxpp.engine.state import Metrics, State, left_to, num_gone, settle, states_of, steps_of, tail_of
 from jaxpp.engine.tail import Rest, Tail
 from jaxpp.errors import ArgumentError, CutError, StateError
 from jaxpp.errors.checks import check_flags, check_function, check_optimizer, refuse_tracers
@@ -26,7 +26,7 @@ from jaxpp.observe.dead_stages import Detector
 from jaxpp.observe.memory.forecast import parse_bytes
 from jaxpp.observe.profile.record import Flowing, Steps, Work
 from jaxpp.observe.profile.trace import STEP
-from jaxpp.options import Options
+from jaxpp.options import Asked, Loss, Memory, Order, Training, Where
 from jaxpp.plan.builder import Name
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.interrupts import Hold
@@ -43,8 +43,6 @@ from jaxpp.types import Array, Batch, Device, ForwardFn, Key, LossFn, ReduceAux,
 from jaxpp.verify import Comparisons, verify_step
 
 __all__ = ["Metrics", "Pipeline", "State"]
-
-_NOT_OPTIONS = frozenset({"self", "cls", "__class__", "loss_fn", "optimizer", "bank", "stages", "loss"})
 
 
 @dataclass(frozen=True)
@@ -235,33 +233,40 @@ class Pipeline(Forward):
         host: str | None = None,
         delay: int = 0,
     ):
-        hbm = None if hbm is None else parse_bytes(hbm)
-        given = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
+        asked = Asked(
+            Order(num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, balance=balance),
+            Loss(has_aux, has_state, reduce_aux=reduce_aux, weight=weight, reduction=reduction, shared=shared),
+            Training(trains=trains, cut_gradient=cut_gradient, loss_scale=loss_scale, delay=delay),
+            Where(devices, mesh, data_parallel=data_parallel, axes=axes, shardings=shardings, shard=shard),
+            Memory(remat, hbm=None if hbm is None else parse_bytes(hbm), host=host, fuse=fuse, max_shapes=max_shapes),
+        )
+        self._train(loss_fn, optimizer, asked, bank)
+
+    def _train(
+        self, loss_fn: LossFn, optimizer: optax.GradientTransformation, asked: Asked, bank: Bank | None = None
+    ) -> "Pipeline":
+        """Begin as the pipeline of this loss."""
+        self._written, self._trained_by, has_state = asked, optimizer, asked.loss.has_state
         check_optimizer(loss_fn, optimizer)
-        check_flags("jaxpp.Pipeline / jaxpp.value_and_grad", has_aux=has_aux, has_state=has_state)
+        check_flags("jaxpp.Pipeline / jaxpp.value_and_grad", has_aux=asked.loss.has_aux, has_state=has_state)
         if bank is not None:
             check_bank(bank)
             loss_fn = join_losses(positional_key(loss_fn, 3 + has_state))
             optimizer = join_optimizers(optimizer, bank.optimizer)
-        options = Options.of(loss_fn, **given)
+        options = asked.settled(loss_fn)
         if bank is not None:
             check_scaling(options)
-        if bank is not None and options.host is not None:
-            rule, fix = (
-                "the sets of a bank wait in host memory by themselves, and the state beside them does not",
-                "leave host or bank out",
-            )
-            raise ArgumentError(f"host={host!r}", rule, "both", fix)
-        if bank is not None and options.delay:
-            rule, fix = "the set of a task is of one step, and has no parameters before it", "leave delay or bank out"
-            raise ArgumentError(f"delay={delay!r}", rule, "both", fix)
-        if bank is not None and options.trains is not None:
-            rule, fix = "a step with a bank trains Theta and the set of its task", "leave trains or bank out"
-            raise ArgumentError(f"trains={trains!r}", rule, "both", fix)
+            for name, value, rule in (
+                ("host", options.host, "the sets of a bank wait in host memory by themselves, and the state beside them does not"),
+                ("delay", options.delay or None, "the set of a task is of one step, and has no parameters before it"),
+                ("trains", asked.training.trains, "a step with a bank trains Theta and the set of its task"),
+            ):
+                if value is not None:
+                    raise ArgumentError(f"{name}={value!r}", rule, "both", f"leave {name} or bank out")
         self._begin(options, optimizer)
-        self._bank, self._stages = bank, tuple[Callable[..., Tree], ...]()
-        self._newest, self._given = _Newest(), dict[str, Tree](given, optimizer=optimizer)
+        self._bank, self._stages, self._newest = bank, tuple[Callable[..., Tree], ...](), _Newest()
         self._first: Pipeline | None = None
+        return self
 
     @classmethod
     def from_stages(  # noqa: PLR0913  (each is an option of the pipeline)
@@ -295,10 +300,16 @@ class Pipeline(Forward):
         Returns:
             a pipeline whose parameters are a sequence with one tree for each stage, and whose batch is ``(inputs, targets)``.
         """
-        given = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
         functions = check_stages(stages, loss)
         cuts = [scope(k) for k in range(1, len(functions))]
-        pipe = cls(compose(functions, loss), optimizer, num_stages=len(functions), cuts=cuts, **given)
+        asked = Asked(
+            Order(len(functions), num_microbatches=num_microbatches, schedule=schedule, cuts=cuts),
+            Loss(weight=weight, reduction=reduction, shared=shared),
+            Training(delay=delay),
+            Where(devices, mesh, data_parallel=data_parallel, axes=axes, shardings=shardings, shard=shard),
+            Memory(remat, hbm=None if hbm is None else parse_bytes(hbm), host=host, fuse=fuse),
+        )
+        pipe = cls.__new__(cls)._train(compose(functions, loss), optimizer, asked)
         pipe._stages = functions
         return pipe
 
@@ -350,17 +361,23 @@ class Pipeline(Forward):
         Raises:
             ArgumentError: the pipeline has a bank, or stages by hand.
         """
-        anew = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
         if self._bank is not None or self._stages:
             got = "a pipeline with a bank" if self._bank is not None else "a pipeline from stages by hand"
             raise ArgumentError("pipe.other", "other losses train the state of a pipeline of a loss", got, "make a jaxpp.Pipeline")
         if self._options.delay:
             rule, fix = "losses that take turns find the parameters of one step", "make the first pipeline without delay"
             raise ArgumentError("pipe.other", rule, f"a pipeline with delay={self._options.delay}", fix)
-        first = self._first or self
-        taken = {name: value for name, value in self._given.items() if name not in anew or anew[name] is None}
-        own = {"trains": trains, "reduce_aux": reduce_aux, "weight": weight, "cuts": None, "cut_gradient": ()}
-        pipe = Pipeline(loss_fn, **dict[str, Tree](anew | taken | own))
+        first, asked = self._first or self, self._written
+        count = asked.order.num_microbatches if num_microbatches is None else num_microbatches
+        order = asked.order.schedule if schedule is None else schedule
+        own = Asked(
+            replace(asked.order, num_microbatches=count, schedule=order, cuts=None),
+            Loss(has_aux, asked.loss.has_state, reduce_aux=reduce_aux, weight=weight, reduction=reduction, shared=shared),
+            replace(asked.training, trains=trains, cut_gradient=()),
+            asked.where,
+            replace(asked.memory, remat=asked.memory.remat if remat is None else remat),
+        )
+        pipe = Pipeline.__new__(Pipeline)._train(loss_fn, self._trained_by, own)
         pipe._first, pipe._newest = first, first._newest
         return pipe
 
@@ -445,7 +462,7 @@ class Pipeline(Forward):
         engine, runner = setup.engine, self._opened("init").runner
         self._newest.state = None  # there may be no room for two
         leaves = first_leaves(engine, given, runner.held(engine.placed.names), runner.held(engine.placed.homes))
-        leaves = engine.with_previous(runner.with_opt_state(leaves)._replace(loss_scale=engine.make_loss_scale()))
+        leaves = engine.first_state(runner.with_opt_state(leaves))
         self._newest.state = state = setup.states.wrap(leaves)
         return state
 
@@ -532,7 +549,7 @@ class Pipeline(Forward):
                     elif not isinstance(error, Exception) and not hold.begun:
                         error.add_note("jaxpp: the step changed nothing: go on with state = pipe.state")
                     raise
-                new_leaves = outcome.state if donate else setup.engine.apart(outcome.state)
+                new_leaves = outcome.state if donate else setup.engine.distinct(outcome.state)
                 self._newest.state = new = setup.states.wrap(new_leaves, num_steps + 1)
             setup.detector.add(outcome.squares)
         squares = dict(zip(setup.engine.watched, outcome.squares, strict=True))
@@ -545,11 +562,11 @@ class Pipeline(Forward):
         def read(outcome: Outcome[Array]) -> dict[str, Tree]:
             return {"grad_norm": outcome.grad_norm, "squares": dict(zip(watched, outcome.squares, strict=True))}
 
-        report: Tree = Rest(tail, read, at_once=True)
+        report = Rest(tail, read, at_once=True)
         tail.then.append(lambda outcome: setup.detector.add(outcome.squares))
         new = setup.states.after(tail, num_steps)
         self._newest.begin(new, tail)
-        return new, Metrics(tail.first.loss, tail.first.aux, report, None, num_steps, report)
+        return new, left_to(report, Metrics(tail.first.loss, tail.first.aux, step=num_steps))
 
     def flush(self, state: State) -> State:
         """End the flow of steps: with ``delay=1``, hand over the rest of the step that made this state.

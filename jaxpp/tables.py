@@ -1,4 +1,4 @@
-"""Tables and remarks as text that fits the terminal, and as HTML for notebooks and pages."""
+"""Tables and remarks as text that fits the terminal, and as HTML for notebooks and pages; numbers as people say them."""
 
 import html
 import shutil
@@ -100,3 +100,36 @@ def html_remarks(lines: Iterable[str]) -> str:
 def scrolling(content: str) -> str:
     """HTML in a box that scrolls sideways if the content is wider than the page."""
     return f'<div style="overflow-x:auto">{content}</div>'
+
+
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def bytes_in_words(num_bytes: float) -> str:
+    """As people say it, with four digits: ``12.35 MiB``."""
+    return in_units(num_bytes, 1024, _BYTES)
+
+
+def in_bytes(num_bytes: int) -> str:
+    """The same in a cell of a table, where nothing is ``0``."""
+    return bytes_in_words(num_bytes) if num_bytes else "0"
+
+
+def unit_of_bytes(most: int) -> tuple[str, int]:
+    """The unit in which sizes are written of which this is the largest, and its bytes: ``("MiB", 1048576)``."""
+    unit = bytes_in_words(most).rpartition(" ")[2]
+    return unit, 1024 ** _BYTES.index(unit)
+
+
+def flops_in_words(flops: float) -> str:
+    """As people say it, with four digits: ``12.35 GFLOP``."""
+    return in_units(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
+def in_units(value: float, base: int, names: Sequence[str]) -> str:
+    """A number in the first of some units, each ``base`` times the one before, in which it is small; with four digits."""
+    for name in names[:-1]:
+        if value < base:
+            return f"{value:.4g} {name}".rstrip()
+        value /= base
+    return f"{value:.4g} {names[-1]}"

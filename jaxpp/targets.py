@@ -188,11 +188,12 @@ def _network(gigabits: int, why: str) -> str:
     return f"assumed: one {gigabits} Gb/s network card for each GPU{why}"
 
 
-def _data_center(sheet: str, spec: str, nvlink: str, pcie: str, network: str) -> dict[str, str]:
+def _data_center(sheet: str, spec: str, nvlink: str, pcie: str, network: str, **others: str) -> dict[str, str]:
     """The sources of a GPU whose text XLA has."""
     chip = _xla(spec)
     links = {"links.peer": f"{sheet}: {nvlink}", "links.host": f"{sheet}: {pcie}", "links.network": network}
-    return {"memory": chip, "bandwidth": chip, "chip": chip, "peaks": sheet, "peaks.float32": f"{sheet}; {_FULL_RATE}", **links}
+    found = {"memory": chip, "bandwidth": chip, "chip": chip, "peaks": sheet, "peaks.float32": f"{sheet}; {_FULL_RATE}", **links}
+    return found | others
 
 
 def _card(sheet: str, memory: str, **others: str) -> dict[str, str]:
@@ -220,11 +221,11 @@ _BOTH_A100 = "NVLink 600 GB/s in both directions", "PCIe Gen4 64 GB/s in both di
 _HOPPER = _peaks(989.4, 494.7, 66.9, 66.9, 1978.9, 1978.9)
 _HOPPER_LINKS = LinkRates(peer=450 * _GIGA, host=_PCIE_5, network=50 * _GIGA)
 _BOTH_HOPPER = "NVLink 900 GB/s in both directions", "PCIe Gen5 128 GB/s in both directions"
-_ADA_CARD = LinkRates(peer=_PCIE_4, host=_PCIE_4, network=12.5 * _GIGA)
-
-
-def _a100_chip() -> Chip:
-    return Chip((8, 0), 108, 64, 1.41, 40 << 20, 2048, 167_936, 166_912)
+_B200_LINKS = LinkRates(peer=900 * _GIGA, host=_PCIE_5, network=50 * _GIGA)
+_PCIE_4_CARD, _PCIE_5_CARD = (LinkRates(peer=rate, host=rate, network=12.5 * _GIGA) for rate in (_PCIE_4, _PCIE_5))
+_A100_CHIP = Chip((8, 0), 108, 64, 1.41, 40 << 20, 2048, 167_936, 166_912)
+_B200_CHIP = Chip((10, 0), 148, 128, 1.965, 132_644_864, 2048, 233_472, 232_448)
+_PRO_CHIP = Chip((12, 0), 188, 128, 2.6, 128 << 20, 1536, 131_072, 101_376)
 
 
 def _hopper(cores: int, clock: float) -> Chip:
@@ -235,184 +236,103 @@ def _ada(cores: int, clock: float, l2_mib: int) -> Chip:
     return Chip((8, 9), cores, 128, clock, l2_mib << 20, 1536, 102_400, 101_376)
 
 
-TARGETS: tuple[Target, ...] = (
-    Target(
-        name="a100-40gb",
-        shown="A100-40GB",
-        kind="NVIDIA A100-SXM4-40GB",
-        memory=42_331_013_120,
-        bandwidth=1_555_200_000_000,
-        peaks=_A100,
-        links=_A100_LINKS,
-        chip=_a100_chip(),
-        sources=_data_center(_A100_SHEET, "a100_sxm_40", *_BOTH_A100),
-        aliases=("a100-sxm-40gb", "a100-40gb-sxm"),
+# name: shown, kind, aliases
+_NAMES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "a100-40gb": ("A100-40GB", "NVIDIA A100-SXM4-40GB", ("a100-sxm-40gb", "a100-40gb-sxm")),
+    "a100-80gb": ("A100-80GB", "NVIDIA A100-SXM4-80GB", ("a100-sxm-80gb", "a100-80gb-sxm")),
+    "h100": ("H100", "NVIDIA H100 80GB HBM3", ("h100-sxm", "h100-sxm5", "h100-80gb", "h100-sxm-80gb", "h100-80gb-sxm")),
+    "h100-pcie": ("H100-PCIe", "NVIDIA H100 PCIe", ("h100-pcie-80gb", "h100-80gb-pcie")),
+    "h200": ("H200", "NVIDIA H200", ("h200-sxm", "h200-141gb")),
+    "b200": ("B200", "NVIDIA B200", ("b200-sxm", "b200-180gb")),
+    "l4": ("L4", "NVIDIA L4", ("l4-24gb",)),
+    "l40s": ("L40S", "NVIDIA L40S", ("l40s-48gb",)),
+    "rtx-4090": ("RTX-4090", "NVIDIA GeForce RTX 4090", ("4090", "geforce-4090")),
+    "rtx-6000-ada": ("RTX-6000-Ada", "NVIDIA RTX 6000 Ada Generation", ("6000-ada", "rtx-6000-ada-48gb")),
+    "rtx-pro-6000": (
+        "RTX-PRO-6000",
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        ("rtx-pro-6000-blackwell", "rtx-6000-pro", "pro-6000"),
     ),
-    Target(
-        name="a100-80gb",
-        shown="A100-80GB",
-        kind="NVIDIA A100-SXM4-80GB",
-        memory=85_100_068_864,
-        bandwidth=2_039_040_000_000,
-        peaks=_A100,
-        links=_A100_LINKS,
-        chip=_a100_chip(),
-        sources=_data_center(_A100_SHEET, "a100_sxm_80", *_BOTH_A100),
-        aliases=("a100-sxm-80gb", "a100-80gb-sxm"),
+}
+
+# name: memory, its bandwidth, peaks, links, what the compiler asks for
+_NUMBERS: Mapping[str, tuple[int, float, Peaks, LinkRates, Chip]] = {
+    "a100-40gb": (42_331_013_120, 1_555_200_000_000, _A100, _A100_LINKS, _A100_CHIP),
+    "a100-80gb": (85_100_068_864, 2_039_040_000_000, _A100, _A100_LINKS, _A100_CHIP),
+    "h100": (84_942_979_072, 3_352_320_000_000, _HOPPER, _HOPPER_LINKS, _hopper(132, 1.98)),
+    "h100-pcie": (84_942_979_072, 2_039_040_000_000, _peaks(756, 378, 51.2, 51.2, 1513, 1513), _PCIE_5_CARD, _hopper(114, 1.755)),
+    "h200": (_gib(139.81), 4_800_000_000_000, _HOPPER, _HOPPER_LINKS, _hopper(132, 1.98)),
+    "b200": (191_514_411_008, 7_672_320_000_000, _peaks(2250, 1125, 75, 37, 4500, 4500), _B200_LINKS, _B200_CHIP),
+    "l4": (_gib(22.03), 300 * _GIGA, _peaks(121, 60, 30.3, 30.3 / 64, 242.5, 242.5), _PCIE_4_CARD, _ada(58, 2.04, 48)),
+    "l40s": (_gib(44.42), 864 * _GIGA, _peaks(362.05, 183, 91.6, 91.6 / 64, 733, 733), _PCIE_4_CARD, _ada(142, 2.52, 96)),
+    "rtx-4090": (_gib(23.64), 1008 * _GIGA, _peaks(165.2, 82.6, 82.6, 82.6 / 64, 330.3, 660.6), _PCIE_4_CARD, _ada(128, 2.52, 72)),
+    "rtx-6000-ada": (
+        _gib(47.5),
+        960 * _GIGA,
+        _peaks(364.2, 182.1, 91.1, 91.1 / 64, 728.5, 728.5),
+        _PCIE_4_CARD,
+        _ada(142, 2.505, 96),
     ),
-    Target(
-        name="h100",
-        shown="H100",
-        kind="NVIDIA H100 80GB HBM3",
-        memory=84_942_979_072,
-        bandwidth=3_352_320_000_000,
-        peaks=_HOPPER,
-        links=_HOPPER_LINKS,
-        chip=_hopper(132, 1.98),
-        sources=_data_center("NVIDIA's H100 white paper (SXM5)", "h100_sxm", *_BOTH_HOPPER, _network(400, ", as in a DGX H100")),
-        aliases=("h100-sxm", "h100-sxm5", "h100-80gb", "h100-sxm-80gb", "h100-80gb-sxm"),
+    "rtx-pro-6000": (_gib(94.97), 1_792_000_000_000, _peaks(503.8, 251.9, 125, 125 / 64, 1007.6, 1007.6), _PCIE_5_CARD, _PRO_CHIP),
+}
+
+_SOURCES: Mapping[str, Mapping[str, str]] = {
+    "a100-40gb": _data_center(_A100_SHEET, "a100_sxm_40", *_BOTH_A100),
+    "a100-80gb": _data_center(_A100_SHEET, "a100_sxm_80", *_BOTH_A100),
+    "h100": _data_center("NVIDIA's H100 white paper (SXM5)", "h100_sxm", *_BOTH_HOPPER, _network(400, ", as in a DGX H100")),
+    "h100-pcie": _data_center(
+        f"NVIDIA's H100 data sheet (PCIe){_DENSE}",
+        "h100_pcie",
+        "PCIe; the NVLink bridge (600 GB/s in both directions) is sold apart and joins two cards only, so it is not counted",
+        _BOTH_HOPPER[1],
+        _network(100, ""),
     ),
-    Target(
-        name="h100-pcie",
-        shown="H100-PCIe",
-        kind="NVIDIA H100 PCIe",
-        memory=84_942_979_072,
-        bandwidth=2_039_040_000_000,
-        peaks=_peaks(756, 378, 51.2, 51.2, 1513, 1513),
-        links=LinkRates(peer=_PCIE_5, host=_PCIE_5, network=12.5 * _GIGA),
-        chip=_hopper(114, 1.755),
-        sources=_data_center(
-            f"NVIDIA's H100 data sheet (PCIe){_DENSE}",
-            "h100_pcie",
-            "PCIe; the NVLink bridge (600 GB/s in both directions) is sold apart and joins two cards only, so it is not counted",
-            _BOTH_HOPPER[1],
-            _network(100, ""),
-        ),
-        aliases=("h100-pcie-80gb", "h100-80gb-pcie"),
+    "h200": _data_center(
+        "NVIDIA's H200 data sheet, and the H100 white paper for the same chip",
+        "h200",
+        *_BOTH_HOPPER,
+        _network(400, ", as in a DGX H200"),
+        memory="139.81 GiB, which PyTorch prints on this GPU in public reports; XLA's text has the 141 that are sold",
     ),
-    Target(
-        name="h200",
-        shown="H200",
-        kind="NVIDIA H200",
-        memory=_gib(139.81),
-        bandwidth=4_800_000_000_000,
-        peaks=_HOPPER,
-        links=_HOPPER_LINKS,
-        chip=_hopper(132, 1.98),
-        sources=_data_center(
-            "NVIDIA's H200 data sheet, and the H100 white paper for the same chip",
-            "h200",
-            *_BOTH_HOPPER,
-            _network(400, ", as in a DGX H200"),
-        )
-        | {"memory": "139.81 GiB, which PyTorch prints on this GPU in public reports; XLA's text has the 141 that are sold"},
-        aliases=("h200-sxm", "h200-141gb"),
-    ),
-    Target(
-        name="b200",
-        shown="B200",
-        kind="NVIDIA B200",
-        memory=191_514_411_008,
-        bandwidth=7_672_320_000_000,
-        peaks=_peaks(2250, 1125, 75, 37, 4500, 4500),
-        links=LinkRates(peer=900 * _GIGA, host=_PCIE_5, network=50 * _GIGA),
-        chip=Chip((10, 0), 148, 128, 1.965, 132_644_864, 2048, 233_472, 232_448),
-        sources=_data_center(
-            f"NVIDIA's HGX B200 data sheet{_DENSE}",
-            "b200",
-            "NVLink 1.8 TB/s in both directions",
-            "PCIe Gen5 128 GB/s in both directions, which a DGX B200 uses",
-            _network(400, ", as in a DGX B200"),
-        )
-        | {
+    "b200": _data_center(
+        f"NVIDIA's HGX B200 data sheet{_DENSE}",
+        "b200",
+        "NVLink 1.8 TB/s in both directions",
+        "PCIe Gen5 128 GB/s in both directions, which a DGX B200 uses",
+        _network(400, ", as in a DGX B200"),
+        **{
             "peaks.float32": "NVIDIA's HGX B200 data sheet, an eighth of 600 TFLOP/s; earlier sheets print 80 for one GPU",
             "peaks.float64": "NVIDIA's HGX B200 data sheet, an eighth of 296 TFLOP/s; earlier sheets print 40 for one GPU",
         },
-        aliases=("b200-sxm", "b200-180gb"),
     ),
-    Target(
-        name="l4",
-        shown="L4",
-        kind="NVIDIA L4",
-        memory=_gib(22.03),
-        bandwidth=300 * _GIGA,
-        peaks=_peaks(121, 60, 30.3, 30.3 / 64, 242.5, 242.5),
-        links=_ADA_CARD,
-        chip=_ada(58, 2.04, 48),
-        sources=_card(
-            f"NVIDIA's L4 data sheet{_DENSE}",
-            "22.03 GiB",
-        ),
-        aliases=("l4-24gb",),
-    ),
-    Target(
-        name="l40s",
-        shown="L40S",
-        kind="NVIDIA L40S",
-        memory=_gib(44.42),
-        bandwidth=864 * _GIGA,
-        peaks=_peaks(362.05, 183, 91.6, 91.6 / 64, 733, 733),
-        links=_ADA_CARD,
-        chip=_ada(142, 2.52, 96),
-        sources=_card(
-            "NVIDIA's L40S data sheet, which prints dense rates too",
-            "44.42 GiB (in some reports 44.53)",
-        )
-        | {
+    "l4": _card(f"NVIDIA's L4 data sheet{_DENSE}", "22.03 GiB"),
+    "l40s": _card(
+        "NVIDIA's L40S data sheet, which prints dense rates too",
+        "44.42 GiB (in some reports 44.53)",
+        **{
             "peaks.bfloat16": "NVIDIA's L40S data sheet prints 362.05 dense and 733 sparse; half of the latter would be 366.5",
             "chip.l2": "assumed: as on the L40, of which NVIDIA's Ada white paper says it; some lists say half of it",
         },
-        aliases=("l40s-48gb",),
     ),
-    Target(
-        name="rtx-4090",
-        shown="RTX-4090",
-        kind="NVIDIA GeForce RTX 4090",
-        memory=_gib(23.64),
-        bandwidth=1008 * _GIGA,
-        peaks=_peaks(165.2, 82.6, 82.6, 82.6 / 64, 330.3, 660.6),
-        links=_ADA_CARD,
-        chip=_ada(128, 2.52, 72),
-        sources=_card(
-            "NVIDIA's Ada white paper, with sums in float32",
-            "23.64 GiB",
-            links="PCIe Gen4 x16, 64 GB/s in both directions; copies between two such cards pass the host's memory",
-        ),
-        aliases=("4090", "geforce-4090"),
+    "rtx-4090": _card(
+        "NVIDIA's Ada white paper, with sums in float32",
+        "23.64 GiB",
+        links="PCIe Gen4 x16, 64 GB/s in both directions; copies between two such cards pass the host's memory",
     ),
-    Target(
-        name="rtx-6000-ada",
-        shown="RTX-6000-Ada",
-        kind="NVIDIA RTX 6000 Ada Generation",
-        memory=_gib(47.5),
-        bandwidth=960 * _GIGA,
-        peaks=_peaks(364.2, 182.1, 91.1, 91.1 / 64, 728.5, 728.5),
-        links=_ADA_CARD,
-        chip=_ada(142, 2.505, 96),
-        sources=_card(
-            "NVIDIA's RTX 6000 Ada data sheet, which prints 1457 for sparse float8 and 91.1 for float32; the other types follow",
-            "47.5 GiB (44.4 where error correction is on)",
-        ),
-        aliases=("6000-ada", "rtx-6000-ada-48gb"),
+    "rtx-6000-ada": _card(
+        "NVIDIA's RTX 6000 Ada data sheet, which prints 1457 for sparse float8 and 91.1 for float32; the other types follow",
+        "47.5 GiB (44.4 where error correction is on)",
     ),
-    Target(
-        name="rtx-pro-6000",
-        shown="RTX-PRO-6000",
-        kind="NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
-        memory=_gib(94.97),
-        bandwidth=1_792_000_000_000,
-        peaks=_peaks(503.8, 251.9, 125, 125 / 64, 1007.6, 1007.6),
-        links=LinkRates(peer=_PCIE_5, host=_PCIE_5, network=12.5 * _GIGA),
-        chip=Chip((12, 0), 188, 128, 2.6, 128 << 20, 1536, 131_072, 101_376),
-        sources=_card(
-            "NVIDIA's RTX PRO 6000 data sheet, which prints 4000 for sparse float4 and 125 for float32; the other types follow",
-            "94.97 GiB",
-            bandwidth=_xla("rtx6000pro"),
-            links="PCIe Gen5 x16, 128 GB/s in both directions; there is no NVLink",
-        )
-        | {"chip": _xla("rtx6000pro"), "chip.l2": _xla("rtx6000pro")},
-        aliases=("rtx-pro-6000-blackwell", "rtx-6000-pro", "pro-6000"),
+    "rtx-pro-6000": _card(
+        "NVIDIA's RTX PRO 6000 data sheet, which prints 4000 for sparse float4 and 125 for float32; the other types follow",
+        "94.97 GiB",
+        links="PCIe Gen5 x16, 128 GB/s in both directions; there is no NVLink",
+        **dict.fromkeys(("bandwidth", "chip", "chip.l2"), _xla("rtx6000pro")),
     ),
+}
+
+TARGETS: tuple[Target, ...] = tuple(
+    Target(name, shown, kind, *_NUMBERS[name], _SOURCES[name], aliases) for name, (shown, kind, aliases) in _NAMES.items()
 )
 """The GPUs that jaxpp has the numbers of."""
 

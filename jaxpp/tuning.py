@@ -32,8 +32,7 @@ from jaxpp.schedule.draw.text import figure_html
 from jaxpp.schedule.registry import AUTO, SCHEDULES, make
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.microbatch import check_batch
-from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
+from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, table_lines, unit_of_bytes
 from jaxpp.targets import compiles_only
 from jaxpp.tuner.findings import reasons, time_in_words, tuning_figure
 from jaxpp.tuner.machine import Devices
@@ -205,9 +204,7 @@ def _measured(row: Row) -> str:
 
 def _sizes(peaks: Sequence[int]) -> str:
     """Bytes of several devices, in the unit of the largest: ``12.3 11.8 MiB``."""
-    most = max(peaks)
-    unit = bytes_in_words(most).rpartition(" ")[2]
-    scale = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
+    unit, scale = unit_of_bytes(max(peaks))
     return f"{' '.join(f'{peak / scale:.3g}' if peak / scale < 100 else f'{peak / scale:.0f}' for peak in peaks)} {unit}"
 
 

@@ -7,14 +7,15 @@ The oracle is the definition of a step: the loop over microbatches with ``jax.va
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
@@ -22,8 +23,7 @@ from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
 from jaxpp.engine.state import State, states_of
 from jaxpp.errors import BatchError, VerifyError
-from jaxpp.optim.owners import updated
-from jaxpp.optim.trains import part_of
+from jaxpp.optim.owners import part_of, updated
 from jaxpp.plan.microbatch_weights import Sharing
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.edges import check_alive, put
@@ -36,10 +36,10 @@ from jaxpp.stages.jaxpr import Atom, aval_of, has_kink, kind_of
 from jaxpp.stages.loss.aux import Reducer, average_of_examples
 from jaxpp.stages.loss.microbatch import Microbatches, num_examples, scale_dtype, shared_leaves, sizes, slice_batch
 from jaxpp.stages.loss.rng_key import positional_key
-from jaxpp.stages.loss.traced_loss import path_name
+from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
 from jaxpp.stages.own_params import Joint
 from jaxpp.stages.stacked import assembled, on_host
-from jaxpp.types import Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, Tree
+from jaxpp.types import Arguments, Array, Batch, DType, Grads, Key, Leaf, LossFn, Params, Tree
 
 _UPDATED = "the update equals plain optax's of these gradients, leaf by leaf"
 GRAD_FLOOR = 0.01  # a gradient smaller than this part of the largest one is compared as if it had that size
@@ -55,82 +55,93 @@ _FIXES = {
 _NOISE = 8  # how many times what a change of the parameters' last digits does to a gradient is still rounding
 
 
-def oracle(  # noqa: PLR0913, PLR0915  (what the user has decided; one step after the other)
-    loss_fn: LossFn,
-    params: Params,
-    batch: Batch,
-    key: Key | None,
-    num_microbatches: int,
-    *,
-    has_aux: bool = False,
-    weight: Callable[[Batch], ArrayLike] | None = None,
-    reduction: str = "mean",
-    reducers: Mapping[int, Reducer] | None = None,
-    model_state: Tree = None,
-    loss_scale: ArrayLike = 1.0,
-    num_replicas: int = 1,
-    groups: Sequence[Sequence[int]] = (),
-    shared: Sequence[str] = (),
-    together: Sequence[tuple[str, int]] = (),
+@dataclass(frozen=True)
+class Accumulation:
+    """How a step is made of its microbatches, as far as the user decides that."""
+
+    has_aux: bool = False
+    has_state: bool = False
+    weight: Callable[[Batch], ArrayLike] | Sharing | None = None  # of a microbatch; None: the number of its examples
+    reduction: str = "mean"
+    reducers: Mapping[int, Reducer] | None = None  # of the aux leaves that are not averaged, by number
+    loss_scale: ArrayLike = 1.0
+    num_replicas: int = 1
+    groups: Sequence[Sequence[int]] = ()  # the replicas of each task; the loss is then over a ``Joint``
+    shared: Sequence[str] = ()
+    together: Sequence[tuple[str, int]] = ()  # axes of which the loss has collectives between replicas: their names and sizes
+
+    def differentiated(self, loss_fn: LossFn) -> Callable[..., tuple[Array, Tree, Grads]]:
+        """``(loss, aux, grads)`` of a microbatch, by the floating leaves; the aux of a loss with a state has the new one first."""
+
+        @jax.jit
+        def step(params: Params, *rest: Tree) -> tuple[Array, Tree, Grads]:
+            def pair(seen: Params) -> tuple[Array, Tree]:
+                result = loss_fn(with_others(seen, params), *rest)
+                return result if self.has_aux or self.has_state else (result, ())
+
+            loss, pullback, aux = jax.vjp(pair, floating(params), has_aux=True)
+            return loss, aux, pullback(jnp.asarray(self.loss_scale, loss.dtype))[0]
+
+        return step
+
+    def microbatches(self, batch: Batch, count: int) -> tuple[list[Batch], Sequence[int]]:
+        """The microbatches, those of the first replica first, and how many examples each has."""
+        replicas = range(self.num_replicas)
+        if isinstance(batch, Microbatches):
+            pieces = [piece for r in replicas for piece in (_part(part, self.shared, self.num_replicas, r) for part in batch)]
+            return pieces, [num_examples(jax.tree.leaves(piece), shared_leaves(piece, self.shared)) for piece in pieces]
+        leaves, tree = jax.tree.flatten(batch)
+        whole = shared_leaves(batch, self.shared)
+        parts = sizes(num_examples(leaves, whole) // self.num_replicas, count) * self.num_replicas
+        return [tree.unflatten(piece) for piece in slice_batch(leaves, parts, whole)], parts
+
+    def shares(self, batch: Batch, pieces: Sequence[Batch], parts: Sequence[int]) -> Float[Array, " microbatches"]:
+        """The share that each microbatch has in the mean."""
+        if isinstance(self.weight, Sharing):
+            return self.weight.shares(pieces, [True] * len(pieces))
+        weights = jnp.asarray(parts if self.weight is None else [self.weight(piece) for piece in pieces], scale_dtype())
+        if isinstance(batch, Microbatches) and batch.weights is not None:
+            weights = jnp.tile(jnp.asarray(batch.weights, scale_dtype()), self.num_replicas)
+        return weights / weights.sum()
+
+
+def oracle(
+    loss_fn: LossFn, params: Params, batch: Batch, key: Key | None, num_microbatches: int, *, model_state: Tree = None, **rules: Any
 ) -> tuple[Tree, ...]:
     """``(loss, aux, grads)`` of a step, and the new model state if there is one, computed on the devices where ``params`` live.
 
-    As for ``jaxpp.value_and_grad``, but leaves without a gradient have ``optax.MaskedNode`` for it. ``reducers`` reduce aux leaves
-    that are not averaged, by number. Microbatches of replica r are numbered from ``r * num_microbatches``; each replica has its own
-    model state, and after the step all have the mean. With ``groups``, the replicas of each task, the loss is over a ``Joint``, and
-    ``params`` and the gradients are lists with a tree for each replica. ``together``: the names and sizes of the axes along which
-    the loss has collectives between replicas.
+    As for ``jaxpp.value_and_grad``, but leaves without a gradient have ``optax.MaskedNode`` for it. Microbatches of replica r are
+    numbered from ``r * num_microbatches``; each replica has its own model state, and after the step all have the mean. With groups
+    among the ``rules`` (``Accumulation``), ``params`` and the gradients are lists with a tree for each replica.
     """
-    has_state = model_state is not None
-    loss_fn = positional_key(loss_fn, 2 + has_state)
-    given = batch if isinstance(batch, Microbatches) else None
-    if given is not None:
-        num_microbatches = len(given)
-        pieces = [piece for r in range(num_replicas) for piece in (_part(part, shared, num_replicas, r) for part in given)]
-        parts = [num_examples(jax.tree.leaves(piece), shared_leaves(piece, shared)) for piece in pieces]
-    else:
-        leaves, tree = jax.tree.flatten(batch)
-        whole = shared_leaves(batch, shared)
-        parts = sizes(num_examples(leaves, whole) // num_replicas, num_microbatches) * num_replicas
-        pieces = [tree.unflatten(piece) for piece in slice_batch(leaves, parts, whole)]
-    own = None if weight is None or isinstance(weight, Sharing) else [weight(piece) for piece in pieces]
-    weights = jnp.asarray(parts if own is None else own, scale_dtype())
-    if given is not None and given.weights is not None:
-        weights = jnp.tile(jnp.asarray(given.weights, scale_dtype()), num_replicas)
-    shares = weight.shares(pieces, [True] * len(pieces)) if isinstance(weight, Sharing) else weights / weights.sum()
-    sized = jnp.asarray(parts, scale_dtype()) / sum(parts)
-    scales, skips = shares if reduction == "mean" else jnp.ones_like(shares), weight is not None
-
-    @jax.jit
-    def step(params: Params, *rest: Tree) -> tuple[Array, Tree, Grads]:
-        def pair(seen: Params) -> tuple[Array, Tree]:
-            result = loss_fn(with_others(seen, params), *rest)
-            return result if has_aux or has_state else (result, ())
-
-        loss, pullback, aux = jax.vjp(pair, floating(params), has_aux=True)
-        return loss, aux, pullback(jnp.asarray(loss_scale, loss.dtype))[0]
-
-    each = params if groups else [params] * num_replicas
-    states = [model_state] * num_replicas
+    rule = Accumulation(has_state=model_state is not None, **rules)
+    count = len(batch) if isinstance(batch, Microbatches) else num_microbatches
+    pieces, parts = rule.microbatches(batch, count)
+    shares = rule.shares(batch, pieces, parts)
+    scales, skips = shares if rule.reduction == "mean" else jnp.ones_like(shares), rule.weight is not None
+    step = rule.differentiated(positional_key(loss_fn, 2 + rule.has_state))
+    each = params if rule.groups else [params] * rule.num_replicas
+    states = [model_state] * rule.num_replicas
     found: dict[int, tuple[Array, Tree, Grads]] = {}
-    for m in range(num_microbatches):
-        numbers = [replica * num_microbatches + m for replica in range(num_replicas)]
+    for m in range(count):
+        numbers = range(m, len(pieces), count)  # of the microbatch of each replica
         keys = [[] if key is None else [jax.random.fold_in(key, i)] for i in numbers]
-        before = [[state] if has_state else [] for state in states]
+        before = [[state] if rule.has_state else [] for state in states]
         rows = [(*state, pieces[i], *own) for state, i, own in zip(before, numbers, keys, strict=True)]
-        if together:
-            done = _side_by_side(functools.partial(step, params), rows, together)
+        if rule.together:
+            done = _side_by_side(functools.partial(step, params), rows, rule.together)
         else:
             done = [step(own, *row) for own, row in zip(each, rows, strict=True)]
         done = jax.block_until_ready(done)  # CPU devices lack the threads for several programs, each of which runs on all of them
         for replica, (i, (value, extra, grad)) in enumerate(zip(numbers, done, strict=True)):
-            states[replica], aux = extra if has_state else (None, extra)
+            states[replica], aux = extra if rule.has_state else (None, extra)
             share, own = jax.tree.map(lambda leaf, scale=scales[i]: _scaled(scale, leaf, skips=skips), (value, grad))
             found[i] = share, aux, own
     losses, auxes, grads = zip(*(found[i] for i in range(len(pieces))), strict=True)
-    total = _by_task(grads, scales, groups, num_microbatches) if groups else _sum(grads)
-    new = [jax.tree.map(_mean_or_first, *states)] if has_state else []
-    return _sum(losses), _merge_aux(auxes, shares, sized, reducers or {}, skips=skips), total, *new
+    sized = jnp.asarray(parts, scale_dtype()) / sum(parts)
+    aux = _merge_aux(auxes, shares, sized, rule.reducers or {}, skips=skips)
+    total = _by_task(grads, scales, rule.groups, count) if rule.groups else _sum(grads)
+    return _sum(losses), aux, total, *([jax.tree.map(_mean_or_first, *states)] if rule.has_state else [])
 
 
 def _value_and_grad(loss_fn: LossFn, *, has_aux: bool) -> Callable[[Params, Batch], tuple[Tree, Grads]]:
@@ -313,87 +324,112 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
         return _compare_grads(engine, leaves, batch, key, found)
 
 
-def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> list[str]:  # noqa: PLR0915  (a comparison after the other)
+def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> list[str]:
     """``verify_grads``. Where the loss is known to be that of the whole batch, that of the whole batch is compared too."""
-    config, layout = engine.options, engine.layout
-    state = _state_of(engine, leaves)
-    traced = engine.preparer.step(batch, key).cuts[0].loss
-    spread = _grads_of(engine, found)
-    model_state = _model_state_of(engine, found)
-    groups = engine.preparer.groups.current if engine.placed.known["own"] else ()
-    options = {
-        "has_aux": config.has_aux,
-        "weight": layout.weight,
-        "reduction": config.reduction,
-        "reducers": layout.reducers,
-        "groups": groups,
-    }
-    options |= {"num_replicas": engine.placement.num_replicas, "shared": config.shared}
-    place = _anywhere if traced.graph.sharded else _on_one_device
-    loss_fn = config.axes.untyped(config.loss_fn) if traced.graph.sharded else config.loss_fn
-    params, old, batch, key = place((state.params, state.model_state, batch, key))
-    options |= {"together": traced.graph.communicates}
-    options |= {"model_state": old} if config.has_state else {}
-    if config.loss_scale is not None:
-        options |= {"loss_scale": jax.device_get(jax.tree.leaves(state.loss_scale)[config.loss_scale.scale])}
-    given = _apart(params, engine) if groups else params
-    num_microbatches = config.schedule.num_microbatches
-    loss, aux, grads, *new = oracle(loss_fn, given, batch, key, num_microbatches, **options)
-    coarsest = coarsest_dtype(eqn for eqn in traced.graph.eqns if not traced.of_params.isdisjoint(eqn.outvars))
+    plain = _Plain.of(engine, leaves, batch, key, found)
+    loss, aux, grads, *new = plain.accumulated(plain.loss_fn, plain.params)
+    plain.compare_loss(loss, lambda loss_fn: plain.accumulated(loss_fn, plain.params)[0])
+    compare("aux", found.aux, aux, coarsest=plain.coarsest)
+    plain.compare_grads(grads, lambda params: plain.accumulated(plain.loss_fn, params)[2])
+    compare("model_state", _model_state_of(engine, found), *(new or [()]), coarsest=plain.coarsest)
+    count = len(batch) if isinstance(batch, Microbatches) else engine.options.schedule.num_microbatches
+    compared = [f"equals gradient accumulation on one device, {count} microbatches, leaf by leaf"]
+    if reason := plain.no_whole():
+        compared.append(f"not compared with the loss of the whole batch: {reason}")
+    else:
+        differentiated = jax.jit(_value_and_grad(plain.loss_fn, has_aux=engine.options.has_aux))
+        value, grads = differentiated(plain.params, plain.batch)
+        of_pair = operator.itemgetter(0) if engine.options.has_aux else lambda value: value
+        plain.compare_loss(of_pair(value), lambda sizes: of_pair(jax.jit(sizes)(plain.params, plain.batch)))
+        plain.compare_grads(grads, lambda params: differentiated(params, plain.batch)[1])
+        compared.append("equals jax.value_and_grad of the whole batch on one device, leaf by leaf")
+    # The gradients of a scaled loss may overflow; the step is then skipped, which is what is to be seen.
+    _check_numbers({"loss": found.loss} | ({} if engine.options.loss_scale else {"grads": plain.spread}))
+    return compared
 
-    def compare_loss(loss: Array, size: Callable[[LossFn], Array]) -> None:
+
+@dataclass(frozen=True)
+class _Plain:
+    """The plain step of an engine's state, and the loss and gradients that the pipeline found for the same."""
+
+    engine: Engine
+    traced: TracedLoss
+    loss_fn: LossFn
+    params: Params  # with sets of a bank a tree for each replica
+    batch: Batch
+    key: Key | None
+    rules: Arguments  # as ``oracle`` takes them
+    loss: Array
+    spread: Grads  # what the pipeline found, whole
+
+    @classmethod
+    def of(cls, engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> "_Plain":
+        config, layout, state = engine.options, engine.layout, _state_of(engine, leaves)
+        traced, spread = engine.preparer.step(batch, key).cuts[0].loss, _grads_of(engine, found)
+        rules = {name: getattr(config, name) for name in ("has_aux", "reduction", "shared")}
+        rules |= {"weight": layout.weight, "reducers": layout.reducers, "num_replicas": engine.placement.num_replicas}
+        rules |= {"groups": engine.preparer.groups.current if engine.placed.per_replica else ()}
+        rules |= {"together": traced.graph.communicates}
+        place = _anywhere if traced.graph.sharded else _on_one_device
+        params, old, batch, key = place((state.params, state.model_state, batch, key))
+        rules |= {"model_state": old} if config.has_state else {}
+        if config.loss_scale is not None:
+            rules |= {"loss_scale": jax.device_get(jax.tree.leaves(state.loss_scale)[config.loss_scale.scale])}
+        loss_fn = config.axes.untyped(config.loss_fn) if traced.graph.sharded else config.loss_fn
+        params = _apart(params, engine) if rules["groups"] else params
+        return cls(engine, traced, loss_fn, params, batch, key, rules, found.loss, spread)
+
+    @cached_property
+    def coarsest(self) -> DType:
+        """Of the types that the loss computes with, the one with the fewest digits."""
+        return coarsest_dtype(self._eqns())
+
+    def accumulated(self, loss_fn: LossFn, params: Params) -> tuple[Tree, ...]:
+        return oracle(loss_fn, params, self.batch, self.key, self.engine.options.schedule.num_microbatches, **self.rules)
+
+    def compare_loss(self, loss: Array, size: Callable[[LossFn], Array]) -> None:
+        """Compare the loss; ``size`` computes that of another loss in the same way."""
         try:
-            compare("loss", found.loss, loss, coarsest=coarsest)
+            compare("loss", self.loss, loss, coarsest=self.coarsest)
         except VerifyError:  # do its terms cancel? Advantages that add up to 0 leave a loss of nothing but rounding
-            summed = abs(float(size(_size_of_terms(loss_fn, has_state=config.has_state))))
-            compare("loss", found.loss, loss, coarsest=coarsest, summed=summed)
+            summed = abs(float(size(_size_of_terms(self.loss_fn, has_state=self.engine.options.has_state))))
+            compare("loss", self.loss, loss, coarsest=self.coarsest, summed=summed)
 
-    compare_loss(loss, lambda sizes: oracle(sizes, given, batch, key, num_microbatches, **options)[0])
-    compare("aux", found.aux, aux, coarsest=coarsest)
-    floor = COARSE_FLOOR if jnp.finfo(coarsest).bits < 32 else GRAD_FLOOR
-    frozen = set(traced.frozen)
+    def compare_grads(self, grads: Grads, again: Callable[[Params], Grads]) -> None:
+        """Compare the gradients; ``again`` computes those at other parameters in the same way."""
+        floor = COARSE_FLOOR if jnp.finfo(self.coarsest).bits < 32 else GRAD_FLOOR
+        alike = functools.partial(compare, "grads", self.spread, self._whole(grads), floor=floor, coarsest=self.coarsest)
+        try:
+            alike()
+        except VerifyError:  # is it rounding? A bias before a batch normalisation has a gradient of nothing else
+            noise = noise_of(lambda params: self._whole(again(params)), self.params, self._whole(grads))
+            alike(noise=noise, kinks=any(map(has_kink, self._eqns())))
 
-    def whole(grads: Grads) -> Grads:
-        leaves, tree = jax.tree.flatten(_together(grads) if groups else grads)
+    def _eqns(self) -> Iterator[JaxprEqn]:
+        """The equations that depend on parameters."""
+        return (eqn for eqn in self.traced.graph.eqns if not self.traced.of_params.isdisjoint(eqn.outvars))
+
+    def _whole(self, grads: Grads) -> Grads:
+        """The gradients as the pipeline has them: those of replicas with rows, and zeros of frozen leaves."""
+        leaves, tree = jax.tree.flatten(_together(grads) if self.rules["groups"] else grads)
+        layout, frozen = self.engine.layout, set(self.traced.frozen)
         numbers = [k for k, shape in enumerate(jax.tree.leaves(layout.given[0])) if has_gradient(shape)]
         kept = [not frozen.issuperset(layout.slicing.leaves([k])) for k in numbers]
         return tree.unflatten(leaf if keep else jnp.zeros_like(leaf) for leaf, keep in zip(leaves, kept, strict=True))
 
-    def plain(params: Params) -> Grads:
-        return oracle(loss_fn, params, batch, key, num_microbatches, **options)[2]
-
-    kinks = any(has_kink(eqn) for eqn in traced.graph.eqns if not traced.of_params.isdisjoint(eqn.outvars))
-
-    def compare_grads(grads: Grads, plain: Callable[[Params], Grads]) -> None:
-        try:
-            compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest)
-        except VerifyError:  # is it rounding? A bias before a batch normalisation has a gradient of nothing else
-            noise = noise_of(lambda params: whole(plain(params)), given, whole(grads))
-            compare("grads", spread, whole(grads), floor=floor, coarsest=coarsest, noise=noise, kinks=kinks)
-
-    compare_grads(grads, plain)
-    compare("model_state", model_state, *(new or [()]), coarsest=coarsest)
-    count = len(batch) if isinstance(batch, Microbatches) else num_microbatches
-    compared = [f"equals gradient accumulation on one device, {count} microbatches, leaf by leaf"]
-    reason = "" if engine.preparer.is_whole(batch, key) else "its loss is not known to be a mean over the examples"
-    reason = "its microbatches have random keys of their own" if key is not None else reason
-    reason = "its microbatches were given one by one" if isinstance(batch, Microbatches) else reason
-    reason = "it has collectives between replicas" if traced.graph.communicates else reason
-    reason = reason or (
-        "it has a model state, a loss scale or sets of a bank" if config.has_state or config.loss_scale or groups else ""
-    )
-    if reason:
-        compared.append(f"not compared with the loss of the whole batch: {reason}")
-    else:
-        differentiated = jax.jit(_value_and_grad(loss_fn, has_aux=config.has_aux))
-        value, grads = differentiated(given, batch)
-        of_pair = operator.itemgetter(0) if config.has_aux else lambda value: value
-        compare_loss(of_pair(value), lambda sizes: of_pair(jax.jit(sizes)(given, batch)))
-        compare_grads(grads, lambda params: differentiated(params, batch)[1])
-        compared.append("equals jax.value_and_grad of the whole batch on one device, leaf by leaf")
-    # The gradients of a scaled loss may overflow; the step is then skipped, which is what is to be seen.
-    _check_numbers({"loss": found.loss} | ({} if config.loss_scale else {"grads": spread}))
-    return compared
+    def no_whole(self) -> str:
+        """Why the loss is not compared with that of the whole batch; empty if it is."""
+        config = self.engine.options
+        if self.traced.graph.communicates:
+            return "it has collectives between replicas"
+        if isinstance(self.batch, Microbatches):
+            return "its microbatches were given one by one"
+        if self.key is not None:
+            return "its microbatches have random keys of their own"
+        if not self.engine.preparer.is_whole(self.batch, self.key):
+            return "its loss is not known to be a mean over the examples"
+        special = config.has_state or config.loss_scale or self.rules["groups"]
+        return "it has a model state, a loss scale or sets of a bank" if special else ""
 
 
 def _size_of_terms(loss_fn: LossFn, *, has_state: bool) -> LossFn:
@@ -440,7 +476,7 @@ def _size_of_terms(loss_fn: LossFn, *, has_state: bool) -> LossFn:
 def _state_of(engine: Engine, leaves: Leaves[Array], step: int | None = 0) -> State:
     """The state that has these leaves, whole; what each replica has of its own has a row for each."""
     states = states_of(engine)
-    if not (engine.placed.known["own"] and engine.slicing.any):
+    if not (engine.placed.per_replica and engine.slicing.any):
         return states.wrap(leaves, step)
     each = [states.wrap(own, step) for own in _of_each_replica(engine, leaves)]
     return each[0].replace(**{part: _together([getattr(one, part) for one in each]) for part in ("params", "opt_state")})
@@ -450,7 +486,7 @@ def _grads_of(engine: Engine, found: Outcome[Array]) -> Grads:
     """The whole gradients of a step; those of what each replica has of its own have a row for each."""
     tree, shared = jax.tree.structure(engine.layout.params), engine.layout.num_shared
     grads = filled(found.grads, jax.tree.leaves(engine.layout.params), masked)
-    if not (engine.placed.known["own"] and engine.slicing.any):
+    if not (engine.placed.per_replica and engine.slicing.any):
         return assembled(tree.unflatten(grads))
     each = _of_each_replica(engine, Leaves(grads[:shared], grads[shared:]))
     return _together([assembled(tree.unflatten(grads.all_params)) for grads in each])
@@ -519,7 +555,7 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
     grads = _grads_of(engine, found)
     model_state = _model_state_of(engine, found)
     grads, whole, model_state, loss = _on_one_device((grads, state, model_state, found.loss))
-    if engine.placed.known["own"]:
+    if engine.placed.per_replica:
         rows = zip(*(_apart(part, engine) for part in (grads, whole.params, whole.opt_state)), strict=True)
         made = [update(grad, whole.replace(params=params, opt_state=opt), model_state, loss) for grad, params, opt in rows]
         parts = {part: _together([getattr(one, part) for one in made]) for part in ("params", "opt_state")}

@@ -19,7 +19,7 @@ from experiments.remat.main import Config as Sizes
 from experiments.remat.problems import PROBLEMS
 from experiments.results import Findings, columns, command, noted
 from jaxpp.observe import Frontier
-from jaxpp.observe.memory.remat_frontier import frontier_of
+from jaxpp.observe.memory.forecast import frontier_of
 
 __all__ = ["Config", "Result", "Row", "main", "run", "table"]
 

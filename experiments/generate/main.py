@@ -22,7 +22,7 @@ from experiments.lm.main import Config as Training
 from experiments.options import ConfigError, Flag, check_figure, check_multiple, check_names, check_numbers, figure_file
 from experiments.results import Findings, columns, command
 from jaxpp.runtime.progress import progress
-from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables import bytes_in_words
 
 __all__ = ["PARTS", "Config", "Result", "main", "run", "summary"]
 

@@ -25,7 +25,7 @@ from jaxpp.observe.memory.forecast import Forecast, forecast
 from jaxpp.plan.builder import CALLER
 from jaxpp.runtime.hlo import Kernel, read_kernels
 from jaxpp.runtime.roofline import program_roofline
-from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables import bytes_in_words
 from jaxpp.targets import Target, device_name, target_of
 from jaxpp.types import Device
 

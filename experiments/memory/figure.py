@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from experiments.memory.measure import PARTS
-from jaxpp.observe.profile.figure import COLOURS
+from jaxpp.observe.profile.profile import COLOURS
 from jaxpp.schedule.draw.canvas import INK, draw_key, new_figure
 
 __all__ = ["Bars", "bars_figure"]

@@ -20,7 +20,7 @@ from experiments.tasks.problem import CLASSES, make_problem
 from experiments.tasks.ways import Stages
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.registry import make_for_stages
-from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables import bytes_in_words
 from models.adapters import AdaptedMLP
 
 __all__ = ["Config", "ConfigError", "Result", "main", "run", "table"]

@@ -18,7 +18,7 @@ import jaxpp
 from experiments.options import ConfigError, check_names, check_numbers
 from experiments.results import Findings, columns, command
 from jaxpp.runtime.progress import progress
-from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables import bytes_in_words
 from jaxpp.types import Batch, Params
 from models.gpt import GPT
 

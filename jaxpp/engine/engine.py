@@ -30,7 +30,7 @@ from jaxpp.plan.passes.offload import offload, without_needless
 from jaxpp.plan.passes.transform import Pass, transform
 from jaxpp.plan.passes.visits import early, visit
 from jaxpp.plan.plan import Plan
-from jaxpp.plan.step import Leaves, Step, state_name, total_name
+from jaxpp.plan.step import COPIES, Leaves, Step, state_name, total_name
 from jaxpp.runtime.bind import Bound, bind_lines, compile_plan, report
 from jaxpp.runtime.compile import Programs, trace_context
 from jaxpp.runtime.debug_nans import NanCheck, flags
@@ -46,7 +46,7 @@ from jaxpp.schedule.registry import AUTO, with_microbatches
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.floating import has_gradient
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.jaxpr import calls_host, describe, shapes_of
+from jaxpp.stages.jaxpr import calls_host, describe
 from jaxpp.stages.loss.microbatch import Microbatches, batch_avals
 from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.remat import RematPolicy
@@ -89,8 +89,12 @@ class Engine:
         """The same cuts in another order, programs shared where a stage keeps its device; ``offload`` is as here if None."""
         offload = self.options.offload if offload is None else offload
         options = dataclasses.replace(self.options, schedule=schedule, offload=offload, made_to_measure=False)
-        placed = dataclasses.replace(self.placed, base=options.placement)
-        preparer = self.preparer.for_schedule(options, placed.placement)
+        return self._with(options, base=options.placement)
+
+    def _with(self, options: Options, **changed: Tree) -> "Engine":
+        """The same stages under other options, where something of ``placed`` is another."""
+        placed = dataclasses.replace(self.placed, **changed)
+        preparer = self.preparer.for_options(options, placed.placement)
         return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
 
     def at(self, batch: Batch) -> "Engine":
@@ -109,31 +113,22 @@ class Engine:
 
     def with_remat(self, remat: tuple[RematPolicy, ...] | None, offload: tuple[int | None, ...]) -> "Engine":
         """The same cuts and the same schedule, with stages that keep something else."""
-        options = dataclasses.replace(self.options, remat=remat, offload=offload)
-        preparer = (
-            self.preparer.for_schedule(options, self.placement) if remat == self.options.remat else self.preparer.for_remat(options)
-        )
-        return Engine(options, self.optimizer, self.placed, preparer, self.programs, self.opened_at)
+        return self._with(dataclasses.replace(self.options, remat=remat, offload=offload))
 
     def with_host(self, host: str | None) -> "Engine":
         """The same cuts and the same schedule, with other parts of the state in host memory."""
         if host == self.options.host:
             return self
         options = self.options.with_host(host)
-        placed = dataclasses.replace(self.placed, waiting=options.waiting)
-        preparer = self.preparer.for_schedule(options, placed.placement)
-        return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
+        return self._with(options, waiting=options.waiting)
 
     @cached_property
     def replicas(self) -> tuple["Engine", ...]:
         """An engine for each replica, which holds the same parameters and knows of no others; itself if there is one."""
-        return (self,) if self.placement.num_replicas == 1 else tuple(map(self._replica, range(self.placement.num_replicas)))
-
-    def _replica(self, number: int) -> "Engine":
-        options = self.options.alone(number)
-        placed = dataclasses.replace(self.placed, base=options.placement, known=dict(self.placed.known) | {"own": frozenset()})
-        preparer = self.preparer.for_replica(options, placed.placement)
-        return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
+        if self.placement.num_replicas == 1:
+            return (self,)
+        each = map(self.options.alone, range(self.placement.num_replicas))
+        return tuple(self._with(options, base=options.placement) for options in each)
 
     def at_replica(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The parameters of a state that is held by all replicas, as this engine of one of them holds them."""
@@ -173,11 +168,13 @@ class Engine:
         return () if self.placed.update is None else self.placed.update.watched
 
     def _traced_again(self) -> Update:
-        placed = self.placed, place_leaves(self.options, self.optimizer, self.layout, self.preparer.first_cut)
-        first, found = (each.update for each in placed)
-        assert first and found, "value_and_grad has no optimizer, and no updates"
-        had, has = (shapes_of(update.init_graph.outputs) for update in (first, found))
-        if (first.tree, first.opt_owner, had) != (found.tree, found.opt_owner, has):
+        optimizer, first = self.layout.optimizer, self.placed.update
+        assert optimizer and first, "value_and_grad has no optimizer, and no updates"
+        layout = dataclasses.replace(self.layout, optimizer=optimizer.again())
+        found = place_leaves(self.options, layout, self.preparer.first_cut).update
+        assert found, "an optimizer has an update"
+        had, has = ([leaf.aval for leaf in update.leaves.all_opt] for update in (first, found))
+        if (first.tree, first.leaves.all_opt) != (found.tree, found.leaves.all_opt):
             rule = "a state is trained under the options of JAX that decide its types as they were when init made it"
             changed = [f"{describe(a)} becomes {describe(b)}" for a, b in zip(had, has, strict=False) if a != b]
             fix = "set jax_enable_x64 and the like before init, or call init again"
@@ -202,18 +199,20 @@ class Engine:
 
     def bring(self, variables: Tree) -> Leaves[Array]:
         """Parameters as they are held, and the model state if the loss has any, brought to their owners."""
-        homes = self.placed.homes._replace(opt=(), own_opt=(), loss_scale=(), previous=())
+        homes = self.placed.homes.variables
         return homes.fill(to_homes(jax.tree.leaves(variables), homes.flat()))
 
     def copy(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """Copies of the leaves of a state, each on its owner."""
         return leaves.fill([put(leaf, home) for leaf, home in zip(leaves.flat(), self.placed.homes.flat(), strict=True)])
 
-    def with_previous(self, leaves: Leaves[Array]) -> Leaves[Array]:
-        """The leaves of a first state, whose parameters before the last step are copies of the parameters."""
-        homes = self.placed.homes.previous
-        params = [leaves.params[leaf] for leaf in self.placed.stale]
-        return leaves._replace(previous=[put(leaf, home) for leaf, home in zip(params, homes, strict=True)])
+    def first_state(self, leaves: Leaves[Array]) -> Leaves[Array]:
+        """The leaves of a first state, of its variables and the optimizer's: with the loss scale, and copies of parameters."""
+        placed, params = self.placed, leaves.params
+        for group in COPIES:
+            pairs = zip(getattr(placed.leaves, group), getattr(placed.homes, group), strict=True)
+            leaves = leaves._replace(**{group: [put(params[leaf.index], home) for leaf, home in pairs]})
+        return leaves._replace(loss_scale=self.make_loss_scale())
 
     def before_last(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The leaves of a state with the parameters of which the gradients of its next step are: with ``delay`` older ones."""
@@ -222,11 +221,10 @@ class Engine:
             params[leaf] = value
         return leaves._replace(params=params)
 
-    def apart(self, leaves: Leaves[Array]) -> Leaves[Array]:
+    def distinct(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The leaves of a state after a step, with copies of those that are the arrays of the state before it."""
-        flat, homes = leaves.flat(), self.placed.homes.flat()
-        kept = self.update.kept | set(range(len(flat) - len(leaves.previous), len(flat)))
-        return leaves.fill([put(leaf, homes[k]) if k in kept else leaf for k, leaf in enumerate(flat)]) if kept else leaves
+        table = zip(leaves.flat(), self.placed.leaves.flat(), self.placed.homes.flat(), strict=True)
+        return leaves.fill([value if leaf.changes else put(value, home) for value, leaf, home in table])
 
     def sliced(self, made: Tree) -> Tree:
         """What init was given or made, as it is held."""
@@ -357,8 +355,8 @@ class Engine:
         """
         kept = self._shapes.find(shape) or _AtShape()
         change(kept)
-        full, apart = self._shapes.put(shape, kept), any(step.apart for step, _ in kept.steps.values())
-        if full and not apart:
+        full, one_by_one = self._shapes.put(shape, kept), any(step.one_by_one for step, _ in kept.steps.values())
+        if full and not one_by_one:
             shapes = [at for engine in (self, *self._by_count.values()) for at in engine._shapes.values()]
             self.preparer.forget({id(cut) for at in shapes for step, _ in at.steps.values() for cut in step.cuts})
         return kept
@@ -431,24 +429,13 @@ class Engine:
             grads = dict.fromkeys([*leaves, *(vector for vector, _ in packed.values())])
             add_wait(builder, "the loss", [found.loss, *found.aux, *grads, *states])
         calls = calls_host(update.graph.eqns)
-        made = add_update(
-            builder,
-            update,
-            found.loss,
-            names.all_params,
-            names.model_state,
-            states,
-            packed,
-            self.placement.own,
-            apart=self.layout.parts != self.layout.specs,
-            before_last=dict(zip(self.placed.stale, names.previous, strict=True)),
-        )
+        made = add_update(builder, update, found.loss, states, packed, self.placement.num_replicas)
         if calls:
             add_wait(builder, "the optimizer", flat(made))
-        previous = [names.all_params[leaf] for leaf in self.placed.stale]  # what was the newest
-        new = names.fill([*made.params, *made.opt, *(made.state or states), *made.scale, *previous])
         finite = made.finite[0] if made.finite else None
-        return found._replace(state=new, finite=finite, grad_norm=made.norm[0], squares=list(made.squares))
+        return found._replace(
+            state=update.new_state(names, made, states), finite=finite, grad_norm=made.norm[0], squares=list(made.squares)
+        )
 
     def run(
         self,
@@ -553,7 +540,7 @@ def open_engine(
         return known
     programs = Programs() if known is None else known.programs
     layout, microbatch, first = lay_out(options, optimizer, variables, batch, key, programs, like)
-    placed = place_leaves(options, optimizer, layout, first)
+    placed = place_leaves(options, layout, first)
     preparer = Preparer(options, layout, placed.placement, first, microbatch, key)
     engine = Engine(options, optimizer, placed, preparer, programs, shapes)
     if not options.made_to_measure:
@@ -587,5 +574,4 @@ def _read_by(purpose: Purpose, leaves: Leaves[_T]) -> Leaves[_T]:
     """The leaves of a state that a step reads: only an update reads the optimizer's, and only a backward the loss scale."""
     if purpose == "update":
         return leaves
-    read = leaves._replace(opt=(), own_opt=(), previous=())
-    return read if purpose == "grads" else read._replace(loss_scale=())
+    return leaves.variables._replace(loss_scale=leaves.loss_scale) if purpose == "grads" else leaves.variables

@@ -60,15 +60,14 @@ class InitArguments(NamedTuple):
 
 def first_leaves(engine: Engine, given: InitArguments, names: Leaves[Name], homes: Leaves[Home]) -> Leaves[Array]:
     """The parameters (and the model state) that init was given or makes, each leaf on its owner: those called ``names``."""
-    unmade = {"opt": (), "own_opt": (), "loss_scale": (), "previous": ()}
     made, key = given.made, given.key
     if key is None:
-        held, homes = jax.tree.leaves(engine.sliced(made)), homes._replace(**unmade)
+        held, homes = jax.tree.leaves(engine.sliced(made)), homes.variables
         return homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
     graph, _ = trace_init((lambda key: engine.sliced(made(key))) if engine.holds_slices else made, key, engine.options.axes)
     with agreement(given.where, engine.options.devices) as agree:
         agree(lambda: init_texts(graph, key))
-    return engine.make_params(graph, key, names._replace(**unmade))
+    return engine.make_params(graph, key, names.variables)
 
 
 def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> InitArguments:

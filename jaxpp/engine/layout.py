@@ -1,11 +1,12 @@
 """What the first batch decides, and later ones keep: where the loss is cut, which stage owns each leaf, and how it is held."""
 
 import bisect
+import copy
 import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -18,17 +19,15 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpp.engine.lru import LRU
-from jaxpp.engine.sharding_rules import check_even, fits, num_parts, opt_specs_of, over_both, over_model, specs_of
+from jaxpp.engine.sharding_rules import check_even, fits, num_parts, over_both, over_model, specs_of
 from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
 from jaxpp.errors import ArgumentError, BatchError, warn
-from jaxpp.optim.owners import plan_update, slicing_for, state_bytes, unread_gradients
-from jaxpp.optim.trains import kept_leaves, part_of, untrained_leaves
-from jaxpp.optim.update import Update, opt_name
+from jaxpp.optim.owners import TracedOptimizer, untrained_leaves
+from jaxpp.optim.update import Update, plan_update
 from jaxpp.options import Options
 from jaxpp.plan.builder import CALLER, Constant, Name, waiting
 from jaxpp.plan.microbatch_weights import given_weights, weigh
-from jaxpp.plan.passes.flow import as_previous
-from jaxpp.plan.step import Leaves, Step, given_names, param_name, state_name
+from jaxpp.plan.step import WHOLE, Leaves, StateLeaf, Step, given_names
 from jaxpp.runtime.compile import Programs, trace_context
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
 from jaxpp.runtime.place import Placement, undivided_warnings
@@ -58,15 +57,14 @@ from jaxpp.stages.loss.microbatch import (
     check_shared,
     first_of,
     resized,
-    scale_dtype,
     sizes,
     split_any,
 )
-from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_bits, check_trainable, key_implementation
-from jaxpp.stages.own_params import Joint, num_own, num_shared
+from jaxpp.stages.loss.traced_loss import TracedLoss, check_arrays, check_bits, check_trainable, key_implementation, path_name
+from jaxpp.stages.own_params import num_own, num_shared
 from jaxpp.stages.program import Pack, Program, Ref, Role
 from jaxpp.stages.remat import RematPolicy
-from jaxpp.stages.stacked import Slicing, is_slices
+from jaxpp.stages.stacked import Slicing, slicing_of
 from jaxpp.types import Aval, Batch, Home, Key, LossFn, Params, Tree
 
 
@@ -114,24 +112,18 @@ class Layout:
     """What the first batch decided."""
 
     given: tuple[Tree, ...]  # the tree of parameter shapes, and after it that of model state shapes, if the loss has any
-    slicing: Slicing  # which parameter leaves are held as slices
     variables: tuple[Tree, ...]  # the trees as they are held
-    frozen: frozenset[int]  # the parameter leaves that have no gradient, or whose gradient the optimizer does not read
-    owner: tuple[int, ...]  # the stage of each parameter leaf
+    slicing: Slicing  # which parameter leaves are held as slices
+    state_slicing: Slicing  # which model state leaves are held as slices
+    leaves: Leaves[StateLeaf]  # the parameters and the model state, as they are held
+    optimizer: TracedOptimizer | None  # over the parameters as they are given
     spine: tuple[str, ...]  # the primitives of the spine that was cut
     cuts: Cuts  # the positions on the spine at which stages begin
     reducers: Mapping[int, Reducer]  # how the aux leaves that are not averaged are reduced
     packs: tuple[tuple[Pack, ...], ...]  # the small gradients that each stage sums as one vector
-    state_owner: tuple[int, ...]  # the stage of each model state leaf
-    specs: tuple[PartitionSpec, ...]  # how each parameter leaf is sharded inside its stage; empty if none is
-    parts: tuple[PartitionSpec, ...]  # how the sum of its gradients and its optimizer state are; empty if none is
-    divided: frozenset[int]  # the parameter leaves that are held so too between steps
-    scattered: frozenset[int]  # those whose gradients are summed so
-    warnings: tuple[Warning, ...]  # what to tell the user of these stages
     weight: Callable[[Batch], Any] | None  # of a microbatch; None: the number of its examples
-    state_slicing: Slicing  # which model state leaves are held as slices
-    untrained: frozenset[int]  # the parameter leaves that a step leaves as they are
     follows: tuple[int, ...]  # the owners of another loss, in whose order equations run; empty: in the user's order
+    warnings: tuple[Warning, ...]  # what to tell the user of these stages
     copies: tuple[StateCopy, ...] = ()  # the last model state leaves, if they are copies of others for further stages
 
     @property
@@ -139,20 +131,36 @@ class Layout:
         """The tree of parameter shapes, as it is held."""
         return self.variables[0]
 
+    @cached_property
+    def owner(self) -> tuple[int, ...]:
+        """The stage of each parameter leaf."""
+        return tuple(leaf.stage for leaf in self.leaves.all_params)
+
+    @cached_property
+    def state_owner(self) -> tuple[int, ...]:
+        """The stage of each model state leaf."""
+        return tuple(leaf.stage for leaf in self.leaves.model_state)
+
+    @cached_property
+    def frozen(self) -> frozenset[int]:
+        """The parameter leaves that have no gradient, or whose gradient the optimizer does not read."""
+        return frozenset(leaf.index for leaf in self.leaves.all_params if leaf.frozen)
+
     @property
     def num_shared(self) -> int:
         """How many parameter leaves all replicas share; they are the first."""
-        return num_shared(self.params)
+        return len(self.leaves.params)
 
     @property
     def num_own(self) -> int:
         """How many parameter leaves each replica has of its own; they are the last."""
-        return num_own(self.params)
+        return len(self.leaves.own_params)
 
-    @property
-    def state_shapes(self) -> list[Aval]:
-        """The shape of each model state leaf."""
-        return jax.tree.leaves(self.variables[1:])
+
+def state_leaves(model_state: Tree, owner: Sequence[int]) -> list[StateLeaf]:
+    """The leaves of a model state, or of a carry, on their stages."""
+    shapes = jax.tree.leaves(model_state)
+    return [StateLeaf(Role.STATE, k, aval, stage) for k, (aval, stage) in enumerate(zip(shapes, owner, strict=True))]
 
 
 def lay_out(
@@ -176,17 +184,15 @@ def lay_out(
         check_arrays(variables[:1], "parameters")
     check_bits(jax.tree_util.tree_leaves_with_path(variables[0]))
     check_arrays(variables[1:])
-    frozen = frozen_by_type(variables[0])
+    given, traced, frozen = tuple(map(avals_of, variables)), None, frozen_by_type(variables[0])
     if optimizer is not None:
-        untrained_leaves(variables[0], options.trains)  # which refuses paths that no parameter has
-        frozen |= unread_gradients(
-            part_of(optimizer, options.trains), avals_of(variables[0]), jax.ShapeDtypeStruct((), scale_dtype())
-        )
+        traced = TracedOptimizer(optimizer, given[0], untrained_leaves(given[0], options.trains))
+        frozen |= traced.unread
     tracing, schedule = Tracing(options, frozen), options.schedule
     tracing.check_key_taken(options.loss_fn, key)
     check_shared(first_of(batch), options.shared)
     size, first_part = _split_of(options, batch, train=options.is_loss).sizes[0], first_of(batch)
-    given, microbatch = tuple(map(avals_of, variables)), resized(batch_avals(first_part), size, tracing.shared(first_part))
+    microbatch = resized(batch_avals(first_part), size, tracing.shared(first_part))
     layered = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
     rows = _by_row(given[1:], layered.stacked_state)
     if rows.any:  # each row is a leaf, so that cuts may lie between two layers
@@ -194,8 +200,8 @@ def lay_out(
     if options.cuts is None and like is None:
         check_giant(layered, schedule.num_stages)
     specs = specs_of(options.shardings, variables[0], options.axes, evenly=options.placement.is_even)
-    own = batch if isinstance(batch, Microbatches) else None
-    found = _Layouts(options, optimizer, given, own, microbatch, key, frozen, like, specs, rows)
+    microbatches = batch if isinstance(batch, Microbatches) else None
+    found = _Layouts(options, traced, given, microbatches, microbatch, key, frozen, like, specs, rows)
     layout, first = found.at(layered)
     if options.cuts is not None or schedule.num_stages == 1 or like is not None:
         return layout, microbatch, first
@@ -216,9 +222,9 @@ def _by_row(model_state: Tree, leaves: Collection[int]) -> Slicing:
 @dataclass(frozen=True)
 class _Layouts:
     options: Options
-    optimizer: optax.GradientTransformation | None
+    optimizer: TracedOptimizer | None
     given: tuple[Tree, ...]
-    own: Microbatches | None  # that were given, rather than a batch
+    microbatches: Microbatches | None  # that were given, rather than a batch
     microbatch: Batch
     key: Key | None
     frozen: frozenset[int]
@@ -229,67 +235,102 @@ class _Layouts:
 
     def at(self, loss: TracedLoss) -> tuple[Layout, CutLoss]:
         """Cut the loss, every layer of whose loops is an equation of its own, and say what that decides."""
-        options, given, like = self.options, self.given, self.like
-        clock, spine = loss.clock, loss.primitives
-        specs = self.specs
+        options, like, clock, spine = self.options, self.like, loss.clock, loss.primitives
         loss = self._estimated(loss)
-        cuts, step = () if like else self._choose(loss, given[0], specs, self.frozen), loss.step
-        slicing, state_slicing = self._slicing(loss, cuts, specs), self._state_slicing(loss, cuts)
-        tracing, variables, known = Tracing(options, self.frozen), given, () if like is None or like.num_own else like.owner
-        if loss.layers or slicing.any or known:
-            variables = (slicing.of(given[0]), *(state_slicing.of(state) for state in given[1:]))
-            tracing = Tracing(options, frozenset(slicing.leaves(self.frozen)), known)
+        cuts, step = () if like else self._choose(loss, Slicing()), loss.step
+        slicing, state_slicing = self._slicing(loss, cuts), self._state_slicing(loss, cuts)
+        tracing, variables = Tracing(options, self.frozen), self.given
+        follows = () if like is None or like.num_own else like.owner
+        if loss.layers or slicing.any or follows:
+            variables = (slicing.of(self.given[0]), *map(state_slicing.of, self.given[1:]))
+            tracing = Tracing(options, frozenset(slicing.leaves(self.frozen)), follows)
             loss = replace(tracing.trace(options.loss_fn, variables, self.microbatch, self.key), clock=clock)
-        specs = tuple(spec for k, spec in enumerate(specs) for _ in slicing.leaves([k]))
-        parts, divided = self._parts(variables[0], specs)
-        loss = replace(loss, step=step) if loss.primitives == spine else self._estimated(loss)
-        if like or loss.primitives != spine:
-            cuts = self._choose(loss, variables[0], specs, tracing.frozen)
-        merge = tracing.merge(loss, options.loss_fn, variables, self.microbatch, self.key, self.own)
-        if loss.graph.communicates and options.placement.num_replicas > 1 and (merge.weight or num_own(variables[0])):
-            rule = "a collective mixes what the losses of replicas depend on, and these must weigh the same"
-            got = "weights of microbatches" if merge.weight else "replicas with parameters of their own"
-            raise ArgumentError("a loss with collectives between replicas", rule, got, "leave the collectives out, or the weights")
-        trained = None if self.optimizer is None else _trained_statistics(given[0], self.frozen)
-        own_cut = options.cuts is None and like is None and options.balance != "memory"
-        unevenness = uneven(loss, cuts, options.placement.speeds) if own_cut else None
-        owner = known or owners(loss, cuts)
-        shards = tuple(map(over_model, specs))
-        readers = _readers(loss, cuts, owner)
-        if not options.placement.is_even:
-            widths = [{options.placement[stage].num_shards for stage in stages} for stages in readers]
-            check_even(
-                shards, loss, widths, "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...]"
-            )
-        divided_on = {stage for spec, stages in zip(shards, readers, strict=bool(shards)) if any(spec) for stage in stages}
-        idle = () if loss.graph.sharded else undivided_warnings(options.placement, divided_on, by_list=options.by_list)
+        params = self._params(slicing)
+        same = loss.primitives == spine
+        loss = replace(loss, step=step) if same else self._estimated(loss)
+        if like or not same:
+            cuts = self._choose(loss, slicing)
+        merge = tracing.merge(loss, options.loss_fn, variables, self.microbatch, self.key, self.microbatches)
+        _check_collectives(loss, options.placement, merge.weight, num_own(variables[0]))
+        owner = follows or owners(loss, cuts)
+        warnings = self._warnings(loss, cuts, owner, params)
         first = tracing.cut(loss, cuts, owner, merge.reducers, state_owner=None if like is None else like.state_owner)
-        layout = Layout(
-            given=given,
-            slicing=slicing,
+        packs = tuple(code.packs for code in first.stages)
+        packed = {ref.index for each in packs for pack in each for ref in pack.members}
+        params = [
+            replace(leaf, stage=stage, scattered=leaf.scattered and leaf.index not in packed)
+            for leaf, stage in zip(params, owner, strict=True)
+        ]
+        shared, model_state = num_shared(variables[0]), state_leaves(variables[1:], first.state_home)
+        return Layout(
+            given=self.given,
             variables=variables,
-            frozen=tracing.frozen,
-            owner=owner,
+            slicing=slicing,
+            state_slicing=state_slicing,
+            leaves=Leaves(params[:shared], params[shared:], model_state=model_state),
+            optimizer=self.optimizer,
             spine=loss.primitives,
             cuts=cuts,
             reducers=merge.reducers,
-            packs=tuple(code.packs for code in first.stages),
-            state_owner=first.state_home,
-            specs=shards,
-            parts=parts,
-            divided=divided,
-            scattered=self._scattered(parts, {ref.index for code in first.stages for pack in code.packs for ref in pack.members}),
-            warnings=tuple(filter(None, (options.devices_warning, *idle, trained, unevenness, _offloading(loss), merge.warning))),
+            packs=packs,
             weight=merge.weight,
-            state_slicing=state_slicing,
-            untrained=frozenset(slicing.leaves(untrained_leaves(given[0], options.trains))),
-            follows=known,
-        )
-        return layout, first
+            follows=follows,
+            warnings=tuple(filter(None, (*warnings, merge.warning))),
+        ), first
+
+    def _params(self, slicing: Slicing) -> list[StateLeaf]:
+        """The parameter leaves as they are held, if they are sliced so; they have no stage yet."""
+        options, sizes, shard = self.options, self.options.axes.sizes, self.options.shard
+        params = slicing.of(self.given[0])
+        leaves, shared = jax.tree.leaves(params), num_shared(params)
+        given = self.specs or [WHOLE] * len(jax.tree.leaves(self.given[0]))
+        specs = [spec for k, spec in enumerate(given) for _ in slicing.leaves([k])]
+        specs[shared:] = map(over_model, specs[shared:])  # each replica has its own
+        pairs = list(zip(specs, leaves, strict=True))
+        even = options.placement.is_even  # else ``check_even`` refuses what a rank cannot share
+        if even and (
+            rough := [f"{describe(leaf)}: {spec}" for spec, leaf in pairs if not fits(over_model(spec), leaf.shape, sizes)]
+        ):
+            rule = "where a loop over layers is cut, a stage holds the rows of its layers, and devices share these evenly"
+            raise ArgumentError(
+                "shardings", rule, rough, "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
+            )
+        asked = [DATA in itertools.chain.from_iterable(map(axis_names, spec)) for spec in specs]
+        divides = sizes.get(DATA, 1) > 1 and (bool(shard) or any(asked))
+        untrained = () if self.optimizer is None else self.optimizer.untrained
+        frozen, kept = (set(slicing.leaves(which)) for which in (self.frozen, untrained))
+        found = list[StateLeaf]()
+        for k, (spec, aval) in enumerate(pairs):
+            works = over_model(spec)
+            part = over_both(spec, aval.shape, sizes, divide=bool(shard) and k < shared) if divides else works
+            split = part != over_model(part)
+            divided, scattered = split and (asked[k] or "parameters" in shard), split and "gradients" in shard
+            flags = {"frozen": k in frozen, "own": k >= shared, "changes": k not in kept}
+            found.append(StateLeaf(Role.PARAM, k, aval, -1, works, part, divided, scattered, **flags))
+        return found
+
+    def _warnings(
+        self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], params: Sequence[StateLeaf]
+    ) -> Iterator[Warning | None]:
+        """What to tell the user of these stages; what ranks of unequal width cannot share is refused."""
+        options, readers, specs = self.options, _readers(loss, cuts, owner), [leaf.spec for leaf in params]
+        placement = options.placement
+        if not placement.is_even:
+            widths = [{placement[stage].num_shards for stage in stages} for stages in readers]
+            fix = "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...]"
+            check_even(specs, loss, widths, fix)
+        yield options.devices_warning
+        if not loss.graph.sharded:
+            divided_on = {stage for spec, stages in zip(specs, readers, strict=True) if any(spec) for stage in stages}
+            yield from undivided_warnings(placement, divided_on, by_list=options.by_list)
+        yield None if self.optimizer is None else _trained_statistics(self.given[0], self.frozen)
+        chosen = options.cuts is None and self.like is None and options.balance != "memory"
+        yield uneven(loss, cuts, placement.speeds) if chosen else None
+        yield _offloading(loss)
 
     def measured(self, loss: TracedLoss, layout: Layout, first: CutLoss, programs: Programs) -> tuple[Layout, CutLoss]:
         """As ``at``, by what the stages of a first cut took, each on its rank; of ranks of unequal width as on the narrowest."""
-        schedule, places = self.options.schedule, self.options.placement.with_values(specs=layout.specs)
+        schedule, places = self.options.schedule, self.options.placement.holding(layout.leaves)
         taken = stage_times(first, {action.kind for action in schedule.order} - {Kind.F}, places.places, programs)
         seconds = [each * speed for each, speed in zip(taken, places.speeds, strict=True)]
         ends = [0, *first.cuts, len(first.loss.spine)]
@@ -297,7 +338,7 @@ class _Layouts:
         links = Links(*link_times(places.places)).scaled(sum(estimated) / max(sum(seconds), 1e-12))
         return replace(self, links=links).at(replace(loss, clock=clock_of(estimated, seconds)))
 
-    def _slicing(self, loss: TracedLoss, cuts: Cuts, specs: Sequence[PartitionSpec]) -> Slicing:
+    def _slicing(self, loss: TracedLoss, cuts: Cuts) -> Slicing:
         """The leaves that a cut loop runs over, and the leaves that several stages read row by row.
 
         These stay whole if their rows are sharded. Slices that the optimizer cannot run on are taken back. The shared parameters of
@@ -315,11 +356,12 @@ class _Layouts:
         position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
         places = [position.get(layer.result) for layer in loss.layers]  # None: no cut divides what depends on parameters alone
         stages = [None if place is None else bisect.bisect_right(cuts, place) for place in places]
-        sharded = {leaf for leaf, spec in enumerate(specs) if next(iter(spec), None) is not None}
+        sharded = {leaf for leaf, spec in enumerate(self.specs) if next(iter(spec), None) is not None}
         single = rows_between(loss.params, loss.reads, cuts)
         axes = stacked_axes(loss.params, loss.layers)
         single = [() if leaf in sharded or axes[leaf] else sizes for leaf, sizes in enumerate(single)]
-        return slicing_for(self.optimizer, params, slices_between(loss.params, loss.layers, stages), single, axes)
+        loops = slices_between(loss.params, loss.layers, stages)
+        return slicing_of(loops, single, axes=axes) if self.optimizer is None else self.optimizer.slicing(loops, single, axes)
 
     def _state_slicing(self, loss: TracedLoss, cuts: Cuts) -> Slicing:
         """The model state leaves of which layers of several stages make a row each; ``loss`` has each row as a leaf."""
@@ -334,58 +376,29 @@ class _Layouts:
             sizes.append(counts if len(counts) > 1 else ())
         return Slicing(tuple(sizes))
 
-    def _parts(self, params: Params, specs: Sequence[PartitionSpec]) -> tuple[tuple[PartitionSpec, ...], frozenset[int]]:
-        """How summed gradients and optimizer leaves are divided over replicas; and the parameters that are between steps."""
-        sizes, shard, shared = self.options.axes.sizes, self.options.shard, num_shared(params)
-        leaves = jax.tree.leaves(params)
-        given = list(specs) or [PartitionSpec()] * len(leaves)
-        given[shared:] = map(over_model, given[shared:])  # each replica has its own
-        pairs = list(zip(given, leaves, strict=True))
-        even = self.options.placement.is_even  # else ``check_even`` refuses what a rank cannot share
-        if even and (
-            rough := [f"{describe(leaf)}: {spec}" for spec, leaf in pairs if not fits(over_model(spec), leaf.shape, sizes)]
-        ):
-            rule = "where a loop over layers is cut, a stage holds the rows of its layers, and devices share these evenly"
-            raise ArgumentError(
-                "shardings", rule, rough, "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
-            )
-        asked = [DATA in itertools.chain.from_iterable(map(axis_names, spec)) for spec in given]
-        if sizes.get(DATA, 1) == 1 or not (shard or any(asked)):
-            return tuple(map(over_model, given)) if specs else (), frozenset()
-        parts = [over_both(spec, leaf.shape, sizes, divide=bool(shard) and k < shared) for k, (spec, leaf) in enumerate(pairs)]
-        wanted = (k for k, part in enumerate(parts) if part != over_model(part) and (asked[k] or "parameters" in shard))
-        return tuple(parts), frozenset(wanted)
-
-    def _scattered(self, parts: Sequence[PartitionSpec], packed: Collection[int]) -> frozenset[int]:
-        """The leaves whose gradients are summed in parts; those in a vector of small ones are divided when they are summed."""
-        asked = "gradients" in self.options.shard
-        divided = (k for k, part in enumerate(parts) if asked and any(DATA in axis_names(entry) for entry in part))
-        return frozenset(divided).difference(packed)
-
     def fullest(self, layout: Layout, first: CutLoss) -> float:
         """The bytes of the device that holds most, by what the stages keep."""
-        return self._held(layout.params, layout.specs, layout.frozen).fullest(first.stages, layout.owner)
+        return self._bytes(layout.slicing).fullest(first.stages, layout.owner)
 
-    def _held(self, params: Params, specs: Sequence[PartitionSpec], frozen: frozenset[int]) -> StageBytes:
+    def _bytes(self, slicing: Slicing) -> StageBytes:
         options = self.options
         schedule, placement, num_stages = options.schedule, options.placement, options.schedule.num_stages
         numbers = {place.devices: k for k, place in enumerate(placement.by_rank)}
         devices = tuple(numbers[place.devices] for place in placement.places)
         clock = simulate(schedule, forward=1, input_grad=1, weight_grad=1, offload=options.offload or None)
         kept = counts_at_peaks(lifetimes(clock.bars, clock.times.copies), devices)
-        axes, leaves = options.axes.sizes, jax.tree.leaves(params)
-        parts = self._parts(params, specs)[0] or [PartitionSpec()] * len(leaves)
-        sizes = [count_bytes(leaf) / num_parts(over_model(part), axes) for leaf, part in zip(leaves, parts, strict=True)]
-        state = zip(state_bytes(self.optimizer, params), (num_parts(part, axes) for part in parts), strict=True)
+        axes, params = options.axes.sizes, self._params(slicing)
+        state = [0] * len(params) if self.optimizer is None else self.optimizer.bytes_beside(slicing)
+        sizes = [count_bytes(leaf.aval) / num_parts(leaf.spec, axes) for leaf in params]
         return StageBytes(
-            of_user=tuple(size * (1 + (options.is_loss and leaf not in frozen)) for leaf, size in enumerate(sizes)),
-            of_owner=tuple(size / count for size, count in state),
+            of_user=tuple(size * (1 + (options.is_loss and not leaf.frozen)) for size, leaf in zip(sizes, params, strict=True)),
+            of_owner=tuple(size / num_parts(leaf.part, axes) for size, leaf in zip(state, params, strict=True)),
             num_kept=kept,
             policies=options.remat or (RematPolicy(),) * num_stages,
             devices=devices,
         )
 
-    def _choose(self, loss: TracedLoss, params: Params, specs: Sequence[PartitionSpec], frozen: frozenset[int]) -> Cuts:
+    def _choose(self, loss: TracedLoss, slicing: Slicing) -> Cuts:
         names, count, like = self.options.cuts, self.options.schedule.num_stages, self.like
         if like is not None:
             if loss.primitives == like.spine:
@@ -398,7 +411,7 @@ class _Layouts:
         if names is not None:
             return resolve(loss, names)
         if self.options.balance == "memory":
-            return balance_memory(loss, self._held(params, specs, frozen))
+            return balance_memory(loss, self._bytes(slicing))
         if loss.step is None or not self.options.placement.is_even:
             return balance(loss, count, speeds=self.options.placement.speeds)
         return balance_step(loss, count, self.links or links_of(self.options.placement), lengths_of(self.options.schedule))
@@ -414,6 +427,14 @@ class _Layouts:
             return loss  # nobody estimates collectives, of which a cut inside a pair of layers makes more
         kept = Counter(options.remat or [RematPolicy()]).most_common(1)[0][0]  # of most stages
         return replace(loss, step=step_costs(loss, kept, rates_of(options.devices[0])))
+
+
+def _check_collectives(loss: TracedLoss, placement: Placement, weight: object, num_own: int) -> None:
+    """Refuse collectives between replicas whose losses weigh differently in the step's."""
+    if loss.graph.communicates and placement.num_replicas > 1 and (weight or num_own):
+        rule = "a collective mixes what the losses of replicas depend on, and these must weigh the same"
+        got = "weights of microbatches" if weight else "replicas with parameters of their own"
+        raise ArgumentError("a loss with collectives between replicas", rule, got, "leave the collectives out, or the weights")
 
 
 def _readers(loss: TracedLoss, cuts: Cuts, owner: Sequence[int]) -> list[set[int]]:
@@ -478,25 +499,27 @@ class Placed:
     """Where the leaves of a state live."""
 
     layout: Layout
+    leaves: Leaves[StateLeaf]
     base: Placement  # where each stage lives
-    known: Mapping[str, Any]  # how parameters and optimizer leaves are sharded there, and which of them each replica has of its own
     update: Update | None  # the optimizer, placed
-    scales: tuple[Aval, ...]  # the shape of each leaf of the loss scale
     waiting: frozenset[Role] = frozenset()  # the roles of what waits in host memory between steps
-    delay: int = 0  # how many steps the gradients of a step are late
     traced_under: Hashable = None  # the options of JAX under which the optimizer was traced
 
     @cached_property
     def placement(self) -> Placement:
         """Where each stage lives, and how values are sharded there."""
-        return self.base.with_values(**self.known)
+        return self.base.holding(self.leaves)
+
+    @property
+    def per_replica(self) -> bool:
+        """Whether there are several replicas, each with parameters of its own."""
+        return self.base.num_replicas > 1 and bool(self.leaves.own_params)
 
     @cached_property
     def names(self) -> Leaves[Name]:
         """What each leaf of a state is called where it is between steps."""
         there, stays = self.names_on_devices, self.numbers
-        waits = (n.ref.role in self.waiting and (n.ref.role, n.ref.index) not in stays for n in there.flat())
-        return there.fill([waiting(name) if one else name for name, one in zip(there.flat(), waits, strict=True)])
+        return there.map(lambda n: waiting(n) if n.ref.role in self.waiting and (n.ref.role, n.ref.index) not in stays else n)
 
     @cached_property
     def numbers(self) -> frozenset[tuple[Role, int]]:
@@ -505,70 +528,47 @@ class Placed:
         def stays(aval: Aval) -> bool:
             return math.prod(aval.shape) <= 1 or jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
-        pairs = zip(self.names_on_devices.flat(), self.shapes.flat(), strict=True)
-        return frozenset((name.ref.role, name.ref.index) for name, aval in pairs if stays(aval))
+        return frozenset((leaf.role, leaf.index) for leaf in self.leaves.flat() if stays(leaf.aval))
 
     @cached_property
     def names_on_devices(self) -> Leaves[Name]:
         """What each leaf of a state is called on the devices of its stage."""
-        layout, update = self.layout, self.update
-        params = [param_name(stage, leaf, shared=leaf in layout.divided) for leaf, stage in enumerate(layout.owner)]
-        opts = [opt_name(stage, leaf) for leaf, stage in enumerate(update.opt_owner)] if update else []
-        shared = self.base.num_replicas > 1
-        states = [state_name(stage, leaf, shared=shared) for leaf, stage in enumerate(layout.state_owner)]
-        num_own_opts = update.tree.children()[1].num_leaves if update and isinstance(layout.params, Joint) else 0
-        a, b = layout.num_shared, len(opts) - num_own_opts
-        scales, previous = list(update.scales) if update else [], [as_previous(params[leaf]) for leaf in self.stale]
-        return Leaves(params[:a], params[a:], opts[:b], opts[b:], states, scales, previous)
+        return self.leaves.map(lambda leaf: leaf.name(self.base.num_replicas))
 
-    @cached_property
+    @property
     def stale(self) -> tuple[int, ...]:
         """The parameter leaves of which a state has the values before the last step too: those of arrays that steps change."""
-        if not self.delay or self.update is None:
-            return ()
-        numbers = jax.tree.structure(self.layout.params).unflatten(range(len(self.layout.owner)))
-        whole = [jax.tree.leaves(node) for node in jax.tree.leaves(numbers, is_leaf=is_slices)]
-        return tuple(leaf for node in whole if not self.update.kept.issuperset(node) for leaf in node)
+        return tuple(leaf.index for leaf in self.leaves.previous)
 
     @cached_property
     def shapes(self) -> Leaves[Aval]:
         """The shape of each leaf of a state."""
-        opts = [] if self.update is None else [atom.aval for atom in self.update.init_graph.outputs]
-        params = jax.tree.leaves(self.layout.params)
-        flat = [*params, *opts, *self.layout.state_shapes, *self.scales, *(params[leaf] for leaf in self.stale)]
-        return self.names_on_devices.fill(flat)
+        return self.leaves.map(lambda leaf: leaf.aval)
 
     @cached_property
     def shapes_by_role(self) -> Mapping[tuple[Role, int], Aval]:
         """The shape of each leaf of a state, by what it is and its number."""
-        return {(n.ref.role, n.ref.index): aval for n, aval in zip(self.names.flat(), self.shapes.flat(), strict=True)}
+        return {(leaf.role, leaf.index): leaf.aval for leaf in self.leaves.flat()}
 
     @cached_property
     def homes(self) -> Leaves[Home]:
         """The device, or sharding, of each leaf of a state."""
-        return self.names.fill([self.placement[name.stage].home(name.ref) for name in self.names.flat()])
+        return self.names.map(lambda name: self.placement[name.stage].home(name.ref))
 
 
-def place_leaves(options: Options, optimizer: optax.GradientTransformation | None, layout: Layout, first: CutLoss) -> Placed:
-    """Trace the optimizer, give each of its equations to a stage, and say where every leaf lives."""
-    scales = () if options.loss_scale is None else tuple(shapes_of(options.loss_scale.init()))
-    params, replicated = layout.params, options.placement.num_replicas > 1
-    own = {(role, layout.num_shared + k) for k in range(layout.num_own) for role in (Role.PARAM, Role.GRAD)}
-    known: dict[str, Any] = {"specs": layout.specs, "parts": layout.parts, "own": frozenset(own if replicated else ())}
-    if optimizer is None:
-        return Placed(layout, options.placement, known, None, scales, options.waiting)
+def place_leaves(options: Options, layout: Layout, first: CutLoss) -> Placed:
+    """Say where every leaf of a state lives, and give each of the equations of the optimizer to a stage."""
+    scaling, loss_stage, leaves = options.loss_scale, len(first.stages) - 1, layout.leaves
+    scales = () if scaling is None else shapes_of(scaling.init())
+    leaves = leaves._replace(loss_scale=[StateLeaf(Role.LOSS_SCALE, k, aval, loss_stage) for k, aval in enumerate(scales)])
+    if layout.optimizer is None:
+        return Placed(layout, leaves, options.placement, None, options.waiting)
     (loss,) = shapes_of(first.loss.graph.outputs[:1])
-    states = list(zip(layout.state_owner, layout.state_shapes, strict=True)) if options.loss_scale else ()
-    kept = {len(layout.owner) + leaf for leaf in kept_leaves(optimizer, params, layout.untrained)} | layout.untrained
-    given = (layout.frozen, options.loss_scale, states, range(layout.num_shared))
-    update = plan_update(optimizer, params, layout.owner, len(first.stages) - 1, loss, *given, kept=frozenset(kept))
-    opt_state = update.tree.unflatten([atom.aval for atom in update.init_graph.outputs])
-    specs = opt_specs_of(opt_state, params, layout.parts)
-    if replicated and isinstance(params, Joint):  # the optimizer state of two parts is a pair
-        leaves = [len(jax.tree.leaves(part)) for part in opt_state]
-        own |= {(Role.OPT, leaves[0] + k) for k in range(leaves[1])}
-    known |= {"opt_specs": specs, "own": frozenset(own if replicated else ())}
-    return Placed(layout, options.placement, known, update, scales, options.waiting, options.delay, trace_context())
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(layout.params)]
+    optimizer = layout.optimizer.reading(loss).held(layout.slicing)
+    update = plan_update(optimizer, leaves, paths, loss, loss_stage, scaling, late=bool(options.delay))
+    leaves = update.leaves._replace(model_state=leaves.model_state)
+    return Placed(layout, leaves, options.placement, update, options.waiting, trace_context())
 
 
 class Preparer:
@@ -585,23 +585,19 @@ class Preparer:
         self._known_programs: WeakValueDictionary[Hashable, Program] = WeakValueDictionary()
         self._known_constants: WeakValueDictionary[int, Constant] = WeakValueDictionary()
 
-    def for_schedule(self, options: Options, placement: Placement) -> "Preparer":
-        """The same cuts and groups, for another schedule of the same stages."""
-        other = object.__new__(Preparer)
-        other.__dict__.update(
-            self.__dict__, options=options, placement=placement, tracing=Tracing(options, self.layout.frozen, self.layout.follows)
-        )
-        return other
+    def for_options(self, options: Options, placement: Placement) -> "Preparer":
+        """The same owners, groups and cuts, with stages that keep what these options say.
 
-    def for_replica(self, options: Options, placement: Placement) -> "Preparer":
-        """The same owners, for one replica, whose devices have no others beside them: nothing is cut yet."""
-        other = self.for_schedule(options, placement)
-        other._cuts, other._known_programs = LRU[CutLoss](4 * options.max_shapes), WeakValueDictionary()
-        return other
-
-    def for_remat(self, options: Options) -> "Preparer":
-        """The same cuts, with stages that keep what other options say."""
-        other = self.for_schedule(options, self.placement)
+        For one of several replicas, whose devices have no others beside them, nothing is cut yet.
+        """
+        other = copy.copy(self)
+        other.options, other.placement = options, placement
+        other.tracing = Tracing(options, self.layout.frozen, self.layout.follows)
+        if placement.num_replicas != self.placement.num_replicas:
+            other._cuts, other._known_programs = LRU[CutLoss](4 * options.max_shapes), WeakValueDictionary()
+            return other
+        if options.remat == self.options.remat:
+            return other
         other._cuts = LRU[CutLoss](4 * options.max_shapes)
         known = {"packs": self.layout.packs, "state_owner": self.layout.state_owner}
         for name, cut in self._cuts.items():
@@ -656,37 +652,25 @@ class Preparer:
 
     def step(self, batch: Batch, key: Key | None, *, loss_fn: LossFn | None = None, train: bool = True) -> Step:
         """What to lower for a batch of these shapes."""
-        options, layout = self.options, self.layout
+        options, layout, replicas = self.options, self.layout, self.placement.num_replicas
         chosen = loss_fn or options.loss_fn
         self.tracing.check_key_taken(chosen, key)
         split, shared = _split_of(options, batch, train=train), self.tracing.shared(first_of(batch))
-        batch, apart, replicas = batch_avals(batch), isinstance(batch, Microbatches), self.placement.num_replicas
-        if isinstance(batch, Microbatches):
-            parts = [resized(part, size, shared) for part, size in zip(batch, split.sizes, strict=True)]
-            batch = Microbatches(parts, batch.weights)
-        else:
-            batch = resized(batch, sum(split.sizes), shared)
-            parts = [resized(batch, size, shared) for size in split.sizes]
+        batch, one_by_one = batch_avals(batch), isinstance(batch, Microbatches)
+        whole = batch if isinstance(batch, Microbatches) else [resized(batch, sum(split.sizes), shared)] * len(split.sizes)
+        parts = [resized(part, size, shared) for part, size in zip(whole, split.sizes, strict=True)]
+        batch = Microbatches(parts, batch.weights) if isinstance(batch, Microbatches) else whole[0]
         shapes = [shapes_key(part, None) for part in parts]
         different = dict(zip(shapes, parts, strict=True))
         cuts = tuple(self.cut_for(chosen, part, key, train=train) for part in different.values())
-        check_aux([cut.loss for cut in cuts], cuts[0].reducers, len(parts) * replicas)
-        if isinstance(batch, Microbatches) and train and self._is_unjudged and len(parts) > 1:
-            self._is_unjudged = False
-            warning = self.tracing.merge(cuts[0].loss, chosen, layout.variables, parts[0], key, batch).warning
-            if warning is not None:
-                warn(warning)
-        if split.num_idle and any(cut.loss.graph.communicates for cut in cuts):
-            count = self.placement.num_replicas
-            rule, fix = "collectives between replicas need as many examples on each", f"pass a multiple of {count} examples"
-            raise BatchError("batch", rule, f"{split.num_examples(count)} examples for {count} replicas", fix)
-        leaves = jax.tree.leaves(batch)
-        given = list(given_names(len(jax.tree.leaves(parts[0])), shared, len(parts) if apart else None))
+        self._check(cuts, split, chosen, parts, key, batch if isinstance(batch, Microbatches) and train else None)
+        leaves, num_leaves = jax.tree.leaves(batch), len(jax.tree.leaves(parts[0]))
+        given = list(given_names(num_leaves, shared, len(parts) if one_by_one else None))
         if len(given) < len(leaves):  # their weights are the last
             if options.reduction == "sum":
                 rule = "the losses of all microbatches are added, so none has a weight"
                 raise BatchError("Microbatches(weights=...)", rule, 'reduction="sum"', "leave the weights or the reduction out")
-            given.append(Name(CALLER, Ref(Role.BATCH, len(jax.tree.leaves(parts[0])), shared=True)))
+            given.append(Name(CALLER, Ref(Role.BATCH, num_leaves, shared=True)))
             weights = given_weights(leaves[-1], given[-1], len(leaves) - 1, replicas)
         else:
             weight = layout.weight if chosen == options.loss_fn else cuts[0].weight
@@ -695,24 +679,39 @@ class Preparer:
             cuts=cuts,
             variants=tuple(list(different).index(shape) for shape in shapes),
             split=split,
-            owner=layout.owner,
+            leaves=layout.leaves,
             num_replicas=replicas,
             num_shards=self.placement.num_shards,
-            own=self.placement.own,
-            divided=layout.divided,
-            scattered=layout.scattered if train else frozenset(),
-            params=tuple(jax.tree.leaves(layout.params)),
-            state=tuple(layout.state_shapes),
-            state_owner=layout.state_owner,
             batch=tuple(leaves),
             given=tuple(given),
             shared=shared,
-            apart=apart,
+            one_by_one=one_by_one,
             key=None if key is None else jax.eval_shape(raw_key, key),
             implementation=key_implementation(key),
             summed=options.reduction == "sum",
-            known=self._known_programs,
+            programs=self._known_programs,
             constants=self._known_constants,
             weights=weights,
             visits=Role.GRAD in options.waiting,
         )
+
+    def _check(
+        self,
+        cuts: Sequence[CutLoss],
+        split: Split,
+        loss_fn: LossFn,
+        parts: Sequence[Batch],
+        key: Key | None,
+        microbatches: Microbatches | None,
+    ) -> None:
+        """Refuse what the microbatches of a step cannot be put together of, and tell of the first that are given one by one."""
+        count = self.placement.num_replicas
+        check_aux([cut.loss for cut in cuts], cuts[0].reducers, len(parts) * count)
+        if microbatches is not None and self._is_unjudged and len(parts) > 1:
+            self._is_unjudged = False
+            warning = self.tracing.merge(cuts[0].loss, loss_fn, self.layout.variables, parts[0], key, microbatches).warning
+            if warning is not None:
+                warn(warning)
+        if split.num_idle and any(cut.loss.graph.communicates for cut in cuts):
+            rule, fix = "collectives between replicas need as many examples on each", f"pass a multiple of {count} examples"
+            raise BatchError("batch", rule, f"{split.num_examples(count)} examples for {count} replicas", fix)

@@ -20,7 +20,6 @@ from jaxpp.errors import ArgumentError, shown
 from jaxpp.stages.axes import DATA, MODEL, RankAxes, axis_names
 from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
-from jaxpp.stages.own_params import Joint
 from jaxpp.types import Aval, Leaf, Params, Tree
 
 _WHOLE = PartitionSpec()
@@ -297,21 +296,3 @@ def over_both(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int
     while ordered and not ordered[-1]:
         ordered.pop()
     return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in ordered))
-
-
-def opt_specs_of(opt_state: Tree, params: Params, specs: Sequence[PartitionSpec]) -> tuple[PartitionSpec, ...]:
-    """How each optimizer leaf is sharded: like the parameter whose path it ends with, if it has its shape."""
-    if not specs:
-        return ()
-    pairs = zip(jax.tree_util.tree_leaves_with_path(params), specs, strict=True)
-    joint = isinstance(params, Joint)
-    known = {(str(path[0]) if joint else "", *map(str, path[joint:])): (leaf.shape, spec) for (path, leaf), spec in pairs}
-    parts = ("[0]", ".shared"), ("[1]", ".task")  # the state of a pair's optimizers is a pair
-    found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-        part = dict(parts)[str(path[0])] if joint else ""
-        names = tuple(map(str, path))
-        ends = (known.get((part, *names[k:])) for k in range(len(names)))
-        shape, spec = next((end for end in ends if end is not None), ((), _WHOLE))
-        found.append(spec if shape == leaf.shape else _WHOLE)
-    return tuple(found)

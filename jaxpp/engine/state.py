@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxpp.engine.tail import Rest, Tail
 from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import CutError, ParamsError, StateError, shown
 from jaxpp.errors.checks import refuse_tracers
-from jaxpp.plan.step import Leaves
+from jaxpp.plan.step import COPIES, Leaves
 from jaxpp.runtime.edges import HOST_MEMORY, join_slices, joined_home, put, split_slices, to_homes
 from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.processes.trees import are_across, slices_of, stand_in_for
@@ -27,30 +27,43 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import wrong_leaves
 from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, on_host, whole_shape
-from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables import html_remarks, html_table, table_lines
+from jaxpp.tables import bytes_in_words, html_remarks, html_table, table_lines
 from jaxpp.targets import compiles_only, device_name
 from jaxpp.types import Array, Aval, Device, Home, Leaf, Params, Tree
+
+_T = TypeVar("_T", bound="State | Metrics")
 
 _RESTORE = "checkpointer.restore(path, pipe.abstract_state(...))"
 
 
 class _Field:
-    """A field of a dataclass that is seen otherwise than it is kept, or is left to the rest of a step until somebody looks."""
+    """A field of a dataclass that is seen otherwise than it is kept."""
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        self._name, self._kept_as = name, f"_{name}"
 
     def __set__(self, of: object, value: Tree) -> None:
-        vars(of)[self._name] = value
+        object.__setattr__(of, self._kept_as, value)  # the dataclass is frozen
 
 
-def _kept(of: "State | Metrics", name: str) -> Tree:
-    """A field as it is kept; the rest of the step that makes it is handed over if that is left to do."""
-    if isinstance(value := vars(of)[name], Rest):
-        vars(of).update(value.values())  # all that it makes, so that the rest of the step is held no longer
-        value = vars(of)[name]
-    return value
+class _OfStep:
+    """What a step makes; some of its fields may be left to the rest of the step until somebody looks at one of them."""
+
+    unfinished: ClassVar[Rest | None] = None  # what makes them, if that is left to do
+
+    def kept(self, name: str) -> Tree:
+        """A field as it is kept; the rest of the step that makes it is handed over if that is left to do."""
+        if (rest := self.unfinished) is not None:  # another thread may hand it over at the same time
+            for each, value in rest.values().items():
+                object.__setattr__(self, f"_{each}", value)
+            object.__setattr__(self, "unfinished", None)  # the rest of the step is held no longer
+        return getattr(self, f"_{name}" if hasattr(self, f"_{name}") else name)
+
+
+def left_to(rest: Rest, made: _T) -> _T:
+    """A new state, or metrics, whose fields that the rest of a step makes are there when somebody looks at one of them."""
+    object.__setattr__(made, "unfinished", rest)
+    return made
 
 
 class _Part(_Field):
@@ -80,11 +93,11 @@ class _Previous(_Part):
         )
 
 
-_PARTS = ("params", "opt_state", "model_state", "loss_scale", "previous")
+_PARTS = ("params", "opt_state", "model_state", "loss_scale", *COPIES)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class State:
+class State(_OfStep):
     """What training changes: ordinary trees whose leaves live on the stages that own them, and how many steps were taken.
 
     It is a frozen dataclass and a pytree: ``state.replace(params=...)`` makes another with one part replaced.
@@ -119,11 +132,11 @@ class State:
     @property
     def held(self) -> tuple[Tree, ...]:
         """Parameters, optimizer state, model state, loss scale, previous parameters as they are held, with slices: for tools."""
-        return tuple(_kept(self, name) for name in _PARTS)
+        return tuple(self.kept(name) for name in _PARTS)
 
     def replace(self, **parts: Tree) -> "State":
         """The state with other parts, the rest as it is held; a part that a state does not have raises a ``TypeError``."""
-        kept = {each.name: _kept(self, each.name) for each in fields(self)}
+        kept = {each.name: self.kept(each.name) for each in fields(self)}
         if unknown := [name for name in parts if name not in kept]:
             raise TypeError(f"a State has the parts {', '.join(kept)}, not {', '.join(unknown)}")
         return State(**{**kept, **parts})
@@ -131,7 +144,7 @@ class State:
     _replace = replace  # as of the tuple that a state was
 
     def __reduce__(self) -> tuple[type["State"], tuple[Tree, ...]]:  # for pickle and copy
-        return State, tuple(_kept(self, each.name) for each in fields(self))
+        return State, tuple(self.kept(each.name) for each in fields(self))
 
     def __getitem__(self, index: object) -> Tree:  # iteration and unpacking end here too
         got, fix = f"state[{index!r}], or a state that is unpacked", "write state.params, state.opt_state, state.step"
@@ -150,13 +163,13 @@ def _of_parts(parts: Sequence[Tree], step: int | None = 0) -> State:
 
 
 def _names(state: State) -> tuple[str, ...]:
-    """The parts of a state as a tree; without ``delay`` there is no ``previous``, and checkpoints have the tree that they had."""
-    return tuple(each.name for each in fields(state) if each.name != "previous" or not _is_nothing(_kept(state, "previous")))
+    """The parts of a state as a tree, of which it may lack copies of parameters: without ``delay`` there is no ``previous``."""
+    return tuple(each.name for each in fields(state) if each.name not in COPIES or not _is_nothing(state.kept(each.name)))
 
 
 def _whole(state: State, name: str) -> Tree:
     """A part of a state with whole leaves."""
-    return assembled(_kept(state, name), stand_in_for if are_across(state.held) else None)
+    return assembled(state.kept(name), stand_in_for if are_across(state.held) else None)
 
 
 def _is_nothing(part: Tree) -> bool:
@@ -177,13 +190,13 @@ jax.tree_util.register_pytree_with_keys(
 
 def settle(state: State) -> None:
     """Hand over the rest of the step that made a state, if that is left to do; whoever looks at a state does so."""
-    _kept(state, "params")
+    state.kept("params")
 
 
 def tail_of(state: object, engine: Engine) -> Tail | None:
     """What is left of the step of this engine that made a state, if anything is."""
-    rest = vars(state)["params"] if isinstance(state, State) else None
-    tail = rest.tail if isinstance(rest, Rest) else None
+    rest = state.unfinished if isinstance(state, State) else None
+    tail = None if rest is None else rest.tail
     return tail if tail is not None and tail.engine is engine and not tail.ended else None
 
 
@@ -214,13 +227,13 @@ class _Later(_Field):
     def __get__(self, metrics: "Metrics | None", owner: type | None = None) -> Tree:
         if metrics is None:
             return None  # the default, for dataclass
-        value = _kept(metrics, self._name)
+        value = metrics.kept(self._name)
         return self._nothing() if value is None else value
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
-class Metrics(Mapping[str, Tree]):
+class Metrics(_OfStep, Mapping[str, Tree]):
     """What a step reports, as device scalars; reading one waits for it, and so does ``print(metrics)``.
 
     It is a mapping too: ``metrics["loss"]``, and ``dict(metrics)`` has what there is: maybe no ``aux``, ``grad_norm``, ``finite``.
@@ -280,13 +293,13 @@ class Metrics(Mapping[str, Tree]):
         return {name: jax.tree.map(_plain, part) for name, part in self.items()}
 
     def __reduce__(self) -> tuple[type["Metrics"], tuple[Tree, ...]]:  # for pickle and copy
-        return Metrics, tuple(_kept(self, each.name) for each in fields(self))
+        return Metrics, tuple(self.kept(each.name) for each in fields(self))
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(f'{name}={jax.tree.map(_Shown, part)!r}' for name, part in self.items())})"
 
     def _has(self, name: str) -> bool:
-        value = getattr(self, name) if name in vars(self) else None
+        value = getattr(self, name) if name in {each.name for each in fields(self)} else None
         return value is not None and name != "squares" and not (name == "aux" and isinstance(value, tuple) and not value)
 
 
@@ -389,8 +402,8 @@ class States:
 
     def after(self, tail: Tail, step: int) -> State:
         """The state after a step whose rest is handed over beside the next one, or when somebody looks at the state."""
-        rest: Tree = Rest(tail, lambda outcome: dict(zip(_PARTS, self.parts(outcome.state), strict=True)))
-        return _of_parts([rest] * len(_PARTS), step)
+        rest = Rest(tail, lambda outcome: dict(zip(_PARTS, self.parts(outcome.state), strict=True)))
+        return left_to(rest, _of_parts([()] * len(_PARTS), step))
 
     def wrap(self, groups: Leaves[Array], step: int | None = 0) -> State:
         """The state that has these leaves, each on its owner, after so many steps; None: it is not counted."""
@@ -420,9 +433,7 @@ class States:
 
     def check(self, state: State) -> None:
         """Refuse a state, or the shapes of one, that is not of this pipeline's parameters and optimizer."""
-        shapes = _of_parts(joined(state.held, whole_shape))
-        pairs = zip(_PARTS, shapes.held, self._abstract.held, strict=True)
-        if wrong := [line for name, found, wanted in pairs for line in _differences(found, wanted, f"state.{name}")]:
+        if wrong := _other_parts(_of_parts(joined(state.held, whole_shape)), self._abstract):
             rule = "pipelines of one state have the same parameters, optimizer and model state"
             raise StateError("state", rule, wrong, "pass the state of the first pipeline")
 
@@ -515,12 +526,12 @@ def states_of(engine: Engine, *, own: bool = True) -> States:
     params, model_state = map(jax.tree.structure, (*placed.layout.variables, ())[:2])
     opt_state = jax.tree.structure(()) if placed.update is None else placed.update.tree
     scale = jax.tree.structure(() if scaling is None else scaling.example)
-    stale = set(placed.stale)
-    kept = [leaf if leaf in stale else None for leaf in range(params.num_leaves if stale else 0)]
-    previous = jax.tree.structure(params.unflatten(kept) if stale else ())
+    copied = [{leaf.index for leaf in getattr(placed.leaves, group)} for group in COPIES]
+    held = [[leaf if leaf in there else None for leaf in range(params.num_leaves)] for there in copied]
+    copies = [jax.tree.structure(params.unflatten(each) if there else ()) for each, there in zip(held, copied, strict=True)]
     if own:
-        return States((params, opt_state, model_state, scale, previous), placed.shapes, placed.homes)
-    trees = params.children()[0], opt_state.children()[0], model_state, scale, previous
+        return States((params, opt_state, model_state, scale, *copies), placed.shapes, placed.homes)
+    trees = params.children()[0], opt_state.children()[0], model_state, scale, *copies
     return States(trees, placed.shapes.shared, placed.homes.shared)
 
 
@@ -581,8 +592,7 @@ def _check_state(state: object, expected: State) -> None:
         fix = f"{again}; a checkpoint comes back as one if it is restored to the shapes of one, {_RESTORE}"
         raise StateError(where, "a state is a jaxpp.State", type(state).__name__, fix)
     shapes = _of_parts(joined(state.held, whole_shape))
-    parts = list(zip(_PARTS, shapes.held, expected.held, strict=True))
-    if odd := [found for name, part, wanted in parts for found in _differences(part, wanted, f"state.{name}")]:
+    if odd := _other_parts(shapes, expected):
         rule = "a state has the trees of parameters, optimizer and model state that this pipeline was initialised with"
         raise StateError(where, rule, odd, f"{again}, or restore a checkpoint to its shapes: {_RESTORE}")
     leaves = jax.tree_util.tree_leaves_with_path(shapes.replace(step=None))
@@ -607,6 +617,12 @@ def _check_state(state: object, expected: State) -> None:
     if wrong := _unequal("state", avals_of(shapes.replace(step=None)), expected.held):
         fix = f"{again}; a checkpoint of this model has these shapes, and another model needs a pipeline of its own"
         raise StateError(where, "a state's leaves keep their shapes and types", wrong, fix)
+
+
+def _other_parts(found: State, wanted: State) -> list[str]:
+    """Where the trees of two states of shapes differ."""
+    parts = zip(_PARTS, found.held, wanted.held, strict=True)
+    return [line for name, part, other in parts for line in _differences(part, other, f"state.{name}")]
 
 
 def _unequal(name: str, found: Tree, wanted: Tree) -> list[str]:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +33,7 @@ from jaxpp.stages.loss.example_axis import (
 from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, is_ragged, num_examples, resized, scale_dtype, shared_leaves
 from jaxpp.stages.loss.rng_key import KeyArgument, key_argument, name_of
 from jaxpp.stages.loss.traced_loss import TracedLoss, in_order_of, trace_loss, unfit
+from jaxpp.stages.stage import ProgramOptions
 from jaxpp.types import Batch, Key, Leaf, LossFn, Tree
 
 
@@ -167,21 +168,22 @@ class Tracing:
 
     def cut(self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], reducers: Mapping[int, Reducer], **known: Any) -> CutLoss:
         """A traced loss as the programs of its stages."""
-        options = self.options
-        scaled_by = None if options.loss_scale is None else options.loss_scale.scale
-        placement = options.placement
-        given: dict[str, Any] = {"remat": options.remat, "cut_gradient": options.cut_gradient, "scaled_by": scaled_by}
-        given |= {
-            "pack": placement.num_shards == 1,
-            "train": options.is_loss,
-            "rates": rates_of(options.devices[0]),
-            "speeds": placement.speeds,
-            "skips": options.weight is not None,
-        }
+        options, placement = self.options, self.options.placement
         axes = [axes_in(place) for place in placement.places]
-        if any(own.devices != options.axes.devices for own in axes):  # which the shapes in the loss name too
-            given["axes"] = axes
-        return cut(loss, cuts, owner, reducers=reducers, **(given | known))
+        made = ProgramOptions(
+            remat=options.remat,
+            train=options.is_loss,
+            cut_gradient=options.cut_gradient,
+            scaled_by=None if options.loss_scale is None else options.loss_scale.scale,
+            skips=options.weight is not None,
+            reducers=reducers,
+            pack=placement.num_shards == 1,
+            rates=rates_of(options.devices[0]),
+            speeds=placement.speeds,
+            # those that differ from the widest rank's, which the shapes in the loss name too
+            axes=axes if any(own.devices != options.axes.devices for own in axes) else None,
+        )
+        return cut(loss, cuts, owner, replace(made, **known))
 
     def merge(
         self,

@@ -6,16 +6,17 @@ is believed if it is proven that a leaf grows by ``num_tokens`` (a counter), and
 this counter on. Whatever is written elsewhere sets no limit: a recurrent state as a whole, or a window at ``counter % 128``.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpp.stages import jaxpr
 from jaxpp.stages.graph import Graph
+from jaxpp.stages.interpreter import Interpreter
 from jaxpp.types import Leaf
 
 __all__ = ["capacity"]
@@ -65,11 +66,12 @@ def capacity(graph: Graph, carry: Sequence[Leaf], *, first: int, num_tokens: int
 
     The graph is of ``fn(params, carry, tokens)``, traced at ``num_tokens`` tokens, with ``first`` inputs before the carry.
     """
-    known: dict[Var, _Value] = {var: _constant(value) for var, value in graph.constants.items()}
+    follower = _Follower()
+    follower.values.update((var, _constant(value)) for var, value in graph.constants.items())
     for leaf, var in enumerate(graph.inputs[first : first + len(carry)]):
-        known[var] = _Whole(0, 0, leaf) if _is_whole(var) else _Content(leaf)
-    _follow(graph.eqns, known)
-    results = [_read(known, atom) for atom in graph.outputs[: len(carry)]]
+        follower.values[var] = _Whole(0, 0, leaf) if _is_whole(var) else _Content(leaf)
+    follower.walk(graph.eqns)
+    results = list(map(follower.read, graph.outputs[: len(carry)]))
     counters = {leaf for leaf, value in enumerate(results) if value == _Whole(num_tokens, num_tokens, leaf)}
     contents = [value for leaf, value in enumerate(results) if isinstance(value, _Content) and value.leaf == leaf]
     limits = {limit for content in contents for limit in content.limits if limit[0] in counters}
@@ -90,65 +92,47 @@ def _constant(value: Leaf) -> _Value:
     return _Whole(low, high) if high - low + 1 == len(numbers) else None
 
 
-def _read(known: Mapping[Var, _Value], atom: jaxpr.Atom) -> _Value:
-    if not isinstance(atom, Literal):
-        return known.get(atom)
-    number, is_whole = jaxpr.number_in(atom), _is_whole(atom) or jaxpr.aval_of(atom).dtype == bool
-    return _Whole(int(number), int(number)) if number is not None and is_whole else None
+class _Follower(Interpreter[_Value]):
+    """What is known of each value; None for what is not."""
+
+    enters = Interpreter.enters | {"scan"}  # a loop over layers: rows of a leaf are a leaf
+
+    def read(self, atom: jaxpr.Atom) -> _Value:
+        return self.number(atom) if isinstance(atom, Literal) else self.values.get(atom)
+
+    def number(self, atom: Literal) -> _Value:
+        number, is_whole = jaxpr.number_in(atom), _is_whole(atom) or jaxpr.aval_of(atom).dtype == bool
+        return _Whole(int(number), int(number)) if number is not None and is_whole else None
+
+    def constant(self, var: Var, value: Leaf) -> _Value:  # noqa: ARG002
+        return _constant(value)
+
+    def plain(self, eqn: JaxprEqn, values: list[_Value]) -> list[_Value]:
+        rule = _RULES.get(jaxpr.kind_of(eqn))
+        return [rule(eqn, values)] if rule is not None and len(eqn.outvars) == 1 else [None] * len(eqn.outvars)
+
+    def either(self, a: _Value, b: _Value) -> _Value:
+        return _joined([a, b])
+
+    def row(self, value: _Value) -> _Value:
+        return _part(value)
 
 
-def _follow(eqns: Iterable[JaxprEqn], known: dict[Var, _Value]) -> None:
-    for eqn in eqns:
-        values = [_read(known, atom) for atom in eqn.invars]
-        if (body := jaxpr.called(eqn, jaxpr.CALLS | jaxpr.CUSTOM_RULES | jaxpr.CHECKPOINTS)) is not None:
-            results = _results(body, values)
-        elif jaxpr.kind_of(eqn) == "scan":
-            results = _scan(eqn, values)
-        else:
-            results = [_result(eqn, values)] if len(eqn.outvars) == 1 else []
-        known.update((var, value) for var, value in zip(eqn.outvars, results, strict=False) if value is not None)
+def _same(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
+    return values[0] if not isinstance(values[0], _Whole) or _is_whole(eqn.outvars[0]) else None
 
 
-def _results(body: ClosedJaxpr, values: Sequence[_Value]) -> list[_Value]:
-    known = dict(zip(body.jaxpr.invars, values, strict=True))
-    known.update(zip(body.jaxpr.constvars, map(_constant, body.consts), strict=True))
-    _follow(body.jaxpr.eqns, known)
-    return [_read(known, atom) for atom in body.jaxpr.outvars]
+def _iota(eqn: JaxprEqn, _: Sequence[_Value]) -> _Value:
+    shape = jaxpr.aval_of(eqn.outvars[0]).shape
+    return _Whole(0, shape[0] - 1) if len(shape) == 1 and _is_whole(eqn.outvars[0]) else None
 
 
-def _scan(eqn: JaxprEqn, values: Sequence[_Value]) -> list[_Value]:
-    """A loop over layers: rows of a leaf are a leaf; what is carried is known if it is the same after each iteration."""
-    scan = jaxpr.scan_of(eqn)
-    if scan is None:
-        return []
-    inside = [*values[: scan.num_before], *map(_part, values[scan.num_before :])]
-    carried = slice(scan.num_fixed, scan.num_before)
-    while True:
-        results = _results(scan.body, inside)
-        kept = [_joined([old, new]) for old, new in zip(inside[carried], results[: scan.num_carry], strict=True)]
-        if kept == inside[carried]:
-            return [*kept, *map(_part, results[scan.num_carry :])]
-        inside[carried] = kept
-
-
-def _result(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
-    kind, first = jaxpr.kind_of(eqn), values[0] if values else None
-    if kind in _RULES:
-        return _RULES[kind](values)
-    if kind in _SAME:
-        return first if not isinstance(first, _Whole) or _is_whole(eqn.outvars[0]) else None
-    if kind == "iota":
-        shape = jaxpr.aval_of(eqn.outvars[0]).shape
-        return _Whole(0, shape[0] - 1) if len(shape) == 1 and _is_whole(eqn.outvars[0]) else None
-    if kind in _PARTS:
-        return _part(first)
-    if kind == "concatenate":
-        return tuple(values) if jaxpr.columns_of(eqn) else _joined(values)
-    return _written(eqn, values)
+def _concatenate(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
+    return tuple(values) if jaxpr.columns_of(eqn) else _joined(values)
 
 
 def _written(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
-    writes, content = jaxpr.writes_of(eqn), _content(values[0]) if values else None
+    writes, content = jaxpr.writes_of(eqn), _content(values[0])
     if not writes or content is None:
         return None
     for axis, operand, column, rows in writes:
@@ -181,7 +165,7 @@ def _joined(values: Sequence[_Value]) -> _Value:
     return _part(values[0]) if len(set(values)) == 1 else None
 
 
-def _add(values: Sequence[_Value]) -> _Value:
+def _add(_: JaxprEqn, values: Sequence[_Value]) -> _Value:
     a, b = values
     if not isinstance(a, _Whole) or not isinstance(b, _Whole) or not (a.single or b.single):
         return None
@@ -190,12 +174,12 @@ def _add(values: Sequence[_Value]) -> _Value:
     return _Whole(a.low + b.low, a.high + b.high, b.counter if a.counter is None else a.counter)
 
 
-def _sub(values: Sequence[_Value]) -> _Value:
+def _sub(eqn: JaxprEqn, values: Sequence[_Value]) -> _Value:
     a, b = values
-    return _add((a, _Whole(-b.high, -b.low))) if isinstance(b, _Whole) and b.counter is None else None
+    return _add(eqn, (a, _Whole(-b.high, -b.low))) if isinstance(b, _Whole) and b.counter is None else None
 
 
-def _less(values: Sequence[_Value]) -> _Value:
+def _less(_: JaxprEqn, values: Sequence[_Value]) -> _Value:
     """False where it is certain: counters are not negative."""
     a, b = values
     if not isinstance(a, _Whole) or not isinstance(b, _Whole) or b.counter is not None:
@@ -205,7 +189,7 @@ def _less(values: Sequence[_Value]) -> _Value:
     return _Whole(1, 1) if a.counter is None and a.high < b.low else None
 
 
-def _equal(values: Sequence[_Value]) -> _Value:
+def _equal(_: JaxprEqn, values: Sequence[_Value]) -> _Value:
     for places, counter in (values, values[::-1]):
         if isinstance(places, _Whole) and isinstance(counter, _Whole) and counter.counter is not None and counter.single:
             of_axis = places.counter is None and places.low == 0 < places.high
@@ -213,7 +197,7 @@ def _equal(values: Sequence[_Value]) -> _Value:
     return None
 
 
-def _select(values: Sequence[_Value]) -> _Value:
+def _select(_: JaxprEqn, values: Sequence[_Value]) -> _Value:
     which, *cases = values
     if isinstance(which, _Whole):
         return cases[which.low] if which.single and which.counter is None else None
@@ -223,7 +207,12 @@ def _select(values: Sequence[_Value]) -> _Value:
     return content.limited(which.counter, which.last - which.offset)
 
 
-_RULES: dict[str, Callable[[Sequence[_Value]], _Value]] = {
+_RULES: dict[str, Callable[[JaxprEqn, Sequence[_Value]], _Value]] = {
+    **dict.fromkeys(_SAME, _same),
+    **dict.fromkeys(_PARTS, lambda _, values: _part(values[0])),
+    **dict.fromkeys(("dynamic_update_slice", "scatter", "scatter-add"), _written),
+    "iota": _iota,
+    "concatenate": _concatenate,
     "add": _add,
     "sub": _sub,
     "lt": _less,

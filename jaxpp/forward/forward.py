@@ -30,7 +30,7 @@ from jaxpp.observe.memory.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.record import Forwards, Work, check_profile, record
 from jaxpp.observe.programs import ProgramTable, programs_of
-from jaxpp.options import Options
+from jaxpp.options import Asked, Loss, Memory, Options, Order, Where
 from jaxpp.plan.builder import Name
 from jaxpp.plan.step import Leaves
 from jaxpp.runtime.edges import check_alive
@@ -38,7 +38,8 @@ from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.processes.channel import Agreement, agreement
 from jaxpp.stages.by_hand import by_hand
 from jaxpp.stages.loss.rng_key import positional_key
-from jaxpp.stages.stage_table import Stages, bytes_in_words, tabulate
+from jaxpp.stages.stage_table import Stages, tabulate
+from jaxpp.tables import bytes_in_words
 from jaxpp.targets import refuse_compile_only
 from jaxpp.types import Array, Batch, Device, ForwardFn, Key, Leaf, Params, ReduceAux, TaskNames, Tree
 
@@ -126,9 +127,14 @@ class Forward:
         host: str | None = None,
         max_shapes: int = 8,
     ):
-        given = {name: value for name, value in locals().items() if name not in ("self", "fn", "__class__")}
         check_function("Forward(fn, ...)", _RULE, fn)
-        self._begin(Options.of(fn, is_loss=False, **given))
+        asked = Asked(
+            Order(num_stages, num_microbatches=num_microbatches, cuts=cuts, balance=balance),
+            Loss(reduce_aux=reduce_aux, shared=shared, is_loss=False),
+            where=Where(devices, mesh, data_parallel=data_parallel, axes=axes, shardings=shardings, shard=shard),
+            memory=Memory(host=host, max_shapes=max_shapes),
+        )
+        self._begin(asked.settled(fn))
 
     def _begin(self, options: Options, optimizer: optax.GradientTransformation | None = None) -> None:
         self._options, self._optimizer = options, optimizer
@@ -662,7 +668,7 @@ class Forward:
         self, engine: Engine, leaves: Leaves[Array], fn: ForwardFn | None, batch: Batch, key: Key | None, reduce_aux: ReduceAux
     ) -> Tree:
         engine = self._engine_of(engine, fn, batch, key, reduce_aux)
-        return engine.run("forward", leaves._replace(opt=(), own_opt=(), loss_scale=(), previous=()), batch, key).aux
+        return engine.run("forward", leaves.variables, batch, key).aux
 
     def _engine_of(
         self, engine: Engine, fn: ForwardFn | None, batch: Batch, key: Key | None, reduce_aux: ReduceAux = None

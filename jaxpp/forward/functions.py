@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.layout import Layout, Preparer, place_leaves
+from jaxpp.engine.layout import Layout, Preparer, place_leaves, state_leaves
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.tracing import Tracing, avals_of
 from jaxpp.errors import CutError
@@ -113,17 +113,18 @@ def _derived(
         layout,
         given=(layout.given[0], *variables[1:]),
         variables=variables,
+        leaves=layout.leaves._replace(model_state=state_leaves(variables[1:], first.state_home)),
+        optimizer=None,
         spine=loss.primitives,
         cuts=cuts,
         reducers=found,
         packs=(),
-        state_owner=first.state_home,
         warnings=(),
         weight=None,
         state_slicing=layout.state_slicing if carry is None else Slicing(),
         copies=copies,
     )
-    placed = place_leaves(options, None, layout, first)
+    placed = place_leaves(options, layout, first)
     preparer = Preparer(options, layout, placed.placement, first, microbatch, key)
     return Engine(options, None, placed, preparer, base.programs, base.opened_at)
 

@@ -2,9 +2,8 @@
 
 from jaxpp.observe.bound import StepBound
 from jaxpp.observe.collectives import Collectives, read_collectives
-from jaxpp.observe.memory.forecast import Forecast
+from jaxpp.observe.memory.forecast import Forecast, Frontier
 from jaxpp.observe.memory.ledger import Ledger
-from jaxpp.observe.memory.remat_frontier import Frontier
 from jaxpp.observe.profile.export import to_html, to_json, to_perfetto
 from jaxpp.observe.profile.profile import Profile
 from jaxpp.observe.profile.record import from_trace

@@ -32,8 +32,7 @@ from jaxpp.runtime.replica_groups import Mean
 from jaxpp.stages.axes import DATA
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.own_params import Joint
-from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
+from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Batch, Key
 
 _STATED = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")

@@ -11,10 +11,11 @@ its rank is free, its inputs have arrived, and it has been handed over. Handing 
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+from jaxpp.errors import JaxppError
 from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
@@ -25,12 +26,13 @@ _Candidate = TypeVar("_Candidate", bound=Hashable)
 
 
 @dataclass
-class Evaluator(Generic[_Candidate]):
-    """Says of candidates how long a step takes, and what each device holds; each candidate is asked about once."""
+class CandidateSearch(Generic[_Candidate]):
+    """The search for what fits and is quick: how long a step of each candidate takes, and what each device holds, asked once."""
 
     price: Callable[[_Candidate], float]  # the seconds of a step, or the time in another unit
     weigh: Callable[[_Candidate], tuple[int, ...]]  # the bytes of each device at its peak
     room: int | None  # the bytes that each device has; None if that is not known
+    left_out: dict[Any, JaxppError] = field(default_factory=dict)  # why candidates, or others of the user's, cannot be
     prices: dict[_Candidate, float] = field(default_factory=dict)
     weights: dict[_Candidate, tuple[int, ...]] = field(default_factory=dict)
 
@@ -50,9 +52,22 @@ class Evaluator(Generic[_Candidate]):
         """Whether every device has room."""
         return self.room is None or max(self.peaks(candidate)) <= self.room
 
-    def first_fitting(self, candidates: Iterable[_Candidate]) -> _Candidate | None:
-        """The first that fits; None if none does. Those after it are not weighed."""
-        return next(filter(self.fits, candidates), None)
+    def weighed(self, candidate: _Candidate) -> bool:
+        """Whether its peaks are known; one that cannot be cut or compiled is left out from then on."""
+        if candidate not in self.left_out:
+            try:
+                self.peaks(candidate)
+            except JaxppError as error:
+                self.left_out[candidate] = error
+        return candidate not in self.left_out
+
+    def fitting(self, candidates: Iterable[_Candidate]) -> Iterator[_Candidate]:
+        """Those that fit, in their order, each weighed when it is asked for; without those that cannot be."""
+        return (candidate for candidate in candidates if self.weighed(candidate) and self.fits(candidate))
+
+    def quickest(self) -> list[_Candidate]:
+        """The candidates whose time was asked for, the quickest first; of equally quick ones, the one that was asked for first."""
+        return sorted(self.prices, key=self.seconds)
 
     def lightest(self) -> list[_Candidate]:
         """The candidates that were weighed, those first whose fullest device holds least."""

@@ -9,7 +9,10 @@ Waste is what is certain from the text alone: products in a wider type than thos
 microbatch, kernels shorter than their launch, residuals as large as all that a program needs besides, and double precision.
 """
 
+import itertools
 import json
+import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,19 +27,30 @@ from jaxpp.engine.outcome import Purpose
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.tracebacks import entries
 from jaxpp.observe.memory.liveness import step_shapes
-from jaxpp.observe.roofline_figure import Dot, roofline_figure
 from jaxpp.plan.plan import Instruction
 from jaxpp.runtime.bind import BoundLine, Shapes
 from jaxpp.runtime.compile import PlacedProgram
 from jaxpp.runtime.hlo import HloInstruction, Kernel, aliased, float64_in, parse_hlo, read_kernels
 from jaxpp.runtime.replica_groups import Mean
-from jaxpp.runtime.roofline import Roofline, kernel_roofline, program_roofline
+from jaxpp.runtime.roofline import Roofline, kernel_roofline, peak_of, program_roofline
 from jaxpp.schedule.action import Kind
-from jaxpp.schedule.draw.canvas import Figure
+from jaxpp.schedule.draw.canvas import (
+    INK,
+    WORDS,
+    Axes,
+    Entry,
+    Figure,
+    Panel,
+    colour_of,
+    draw_key,
+    fit_page,
+    new_figure,
+    number_points,
+    shade,
+)
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.program import Role
-from jaxpp.stages.stage_table import bytes_in_words, flops_in_words
-from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
+from jaxpp.tables import bytes_in_words, flops_in_words, fold_lines, html_remarks, html_table, in_bytes, table_lines
 from jaxpp.targets import Target, compiles_only, device_name, target_of
 from jaxpp.types import Batch, Key
 
@@ -359,7 +373,7 @@ class ProgramTable(Sequence[ProgramRow]):
             products = " + ".join(f"{flops_in_words(flops)} {kind}" for kind, flops in row.products.items())
             cells = [row.name, str(row.stage), f"{row.runs:,}", f"{row.num_kernels:,}{'?' * (not row.exact)}", products]
             donated = f"{row.num_donated} of {row.num_arguments}"
-            cells += [", ".join(row.written_by), bytes_in_words(row.num_bytes), _size(row.temporaries), donated]
+            cells += [", ".join(row.written_by), bytes_in_words(row.num_bytes), in_bytes(row.temporaries), donated]
             rows.append([*cells, *([_time(row.least_seconds), row.limit] if timed else [])])
         return rows
 
@@ -595,7 +609,7 @@ def _large_residuals(programs: ProgramTable) -> str:
     if not found:
         return ""
     worst, largest, others = _ranked(found)
-    size, besides = bytes_in_words(largest.num_bytes), _size(worst.temporaries)
+    size, besides = bytes_in_words(largest.num_bytes), in_bytes(worst.temporaries)
     return (
         f"{worst.name} keeps a residual {largest.shape} of {size} for the backward, as large as all its temporaries ({besides})"
         f"{_so(others)}: compute it in a narrower type, or recompute it (remat=)"
@@ -632,10 +646,6 @@ def _summed(programs: ProgramTable) -> str:
     return f"{programs.num_kernels:,} kernels; products: {products}{writers}; other arithmetic: {other}; {moved}"
 
 
-def _size(num_bytes: int) -> str:
-    return bytes_in_words(num_bytes) if num_bytes else "0"
-
-
 def _time(seconds: float | None) -> str:
     """As people say it, with four digits: ``12.35 us``."""
     if seconds is None:
@@ -644,3 +654,148 @@ def _time(seconds: float | None) -> str:
         if seconds * factor < 1000:
             return f"{seconds * factor:.4g} {unit}"
     return f"{seconds:.4g} s"
+
+
+# --- the roofline as a figure ---
+
+_WIDTH, _LOW, _HEIGHT = 7.5, 2.9, 0.5  # inches: of the figure, of the least height of the roof, of its height for one of width
+_BOTH, _REST = "#009E73", "#8C8C8C"  # the colours of a program that is forward and backward at once, and of the rest of a step
+_LARGEST, _SMALLEST = 26.0, 5.0  # points: the diameters of a dot that is all of the step, and of the smallest dot
+_LEAST, _MOVES = 0.005, 1 / 64
+"""Part of the step's bound, and FLOPs a byte, of a program that is drawn: the others are many, and far from the roof's corner."""
+_NEAR = 1.3  # how much farther along an axis a dot may lie that shares a number
+
+
+class Dot(NamedTuple):
+    """A program in the figure; numbers are those of one run."""
+
+    name: str
+    stage: int
+    kinds: tuple[Kind, ...]
+    flops: int
+    num_bytes: int
+    seconds: float  # its bound
+    runs: int
+
+    @property
+    def place(self) -> tuple[float, float]:
+        """FLOPs for each byte, and the FLOP/s that the bound allows."""
+        return self.flops / self.num_bytes, self.flops / self.seconds
+
+    @property
+    def what(self) -> str:
+        """What it does, whatever its stage: ``forward``; the first backward of a step, which begins sums, is a backward."""
+        name = self.name.replace(f"stage_{self.stage}", "").strip("_").replace("__", "_").removesuffix("_first")
+        return name.replace("forward_backward", "forward + backward").replace("_", " ") or self.name
+
+
+def roofline_figure(dots: Sequence[Dot], kinds: Sequence[str], target: Target, width: float | None = None) -> Figure:
+    """The roof of a target for the types of products, and a dot for each program that computes anything.
+
+    Both axes are logarithmic: FLOPs for each byte, and FLOP/s. Dots have numbers, and below the axes stands what they are,
+    and the peaks of the roof. Dots of the same program of several stages that lie on one another share a number.
+    """
+    width = width or _WIDTH
+    whole = sum(dot.runs * dot.seconds for dot in dots) or 1.0
+    drawn = [dot for dot in dots if dot.flops > _MOVES * dot.num_bytes > 0 and dot.runs * dot.seconds >= _LEAST * whole]
+    peaks = _peaks(kinds, target)
+    panel = Panel(1, max(_LOW, _HEIGHT * width), 1)
+    figure = new_figure((width, 2 + panel.height), "constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
+    says = "area: part of the step's bound"
+    draw_key(figure, _key(drawn), f"What the programs of a step reach at most on {target.kind} ({says})")
+    axes = figure.subplots()
+    across, up = _extents(drawn, peaks, target)
+    axes.set(xscale="log", yscale="log", xlim=across, ylim=up, facecolor="none")
+    sizes = [max(_SMALLEST, _LARGEST * math.sqrt(dot.runs * dot.seconds / whole)) for dot in drawn]
+    groups = _groups(drawn, sizes)
+    axes.set_xlabel(_across(len(dots) - len(drawn), groups, peaks, width), size=9, color=INK)
+    axes.set_ylabel("FLOP/s at most", size=9, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(which="both", labelsize=8, labelcolor=INK, color=shade(0.6))
+    axes.grid(color=shade(0), linewidth=0.6)
+    axes.set_axisbelow(True)
+    _draw_roof(axes, peaks, target, across)
+    for dot, size in sorted(zip(drawn, sizes, strict=True), key=lambda pair: -pair[1]):
+        place = [[part] for part in dot.place]
+        axes.scatter(*place, s=size**2, color=_colour(dot), edgecolors="white", linewidths=0.8, alpha=0.9, zorder=3, label=dot.name)
+    fit_page(figure, [axes], [panel])
+    number_points(axes, [group[0].place for group in groups])
+    return figure
+
+
+def _key(drawn: Sequence[Dot]) -> list[Entry]:
+    found = {_word(dot): _colour(dot) for dot in drawn}
+    order = [*WORDS.values(), "F and B in one", "rest of a step"]
+    return sorted(found.items(), key=lambda entry: order.index(entry[0]))
+
+
+def _word(dot: Dot) -> str:
+    return "rest of a step" if not dot.kinds else WORDS[dot.kinds[0]] if len(dot.kinds) == 1 else "F and B in one"
+
+
+def _colour(dot: Dot) -> str:
+    return _REST if not dot.kinds else colour_of(dot.kinds[0], 0, 0) if len(dot.kinds) == 1 else _BOTH
+
+
+def _across(left_out: int, groups: Sequence[Sequence[Dot]], peaks: Sequence[tuple[float, str]], width: float) -> str:
+    """The label of the lower axis, and what the numbers and the levels of the roof are."""
+    names = [f"{k} {group[0].what} {_ranges(sorted({dot.stage for dot in group}))}" for k, group in enumerate(groups, 1)]
+    said = ["; ".join(names), f"roof, from the top: {'; '.join(words for _, words in peaks)}"]
+    if left_out:
+        programs = f"{left_out} program{'s' * (left_out > 1)}"
+        said.append(f"left out: {programs} with less than {_LEAST:.1%} of the step's bound, or that only move bytes")
+    room = max(20, int(13 * (width - 0.9)))
+    return "\n".join(["FLOPs for each byte", *(line for each in filter(None, said) for line in textwrap.wrap(each, room))])
+
+
+def _peaks(kinds: Sequence[str], target: Target) -> list[tuple[float, str]]:
+    """The peaks of the types of products, and of elementwise work, the highest first; types that are equally fast are one."""
+    named: dict[float, list[str]] = {}
+    for kind in kinds:
+        named.setdefault(peak_of(target.peaks, kind), []).append(kind)
+    named.setdefault(target.peaks.vector, []).append("elementwise")
+    return [(peak, f"{', '.join(names)}  {peak / 1e12:.4g} TFLOP/s") for peak, names in sorted(named.items(), reverse=True)]
+
+
+def _extents(
+    drawn: Sequence[Dot], peaks: Sequence[tuple[float, str]], target: Target
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """What holds all dots and the corners of the roof."""
+    ridges = [peak / target.bandwidth for peak, _ in peaks]
+    xs = [*(dot.place[0] for dot in drawn), min(ridges), 40 * max(ridges)]
+    ys = [*(dot.place[1] for dot in drawn), peaks[-1][0] / 4, 2 * peaks[0][0]]
+    return _room(xs), _room(ys)
+
+
+def _room(values: Sequence[float]) -> tuple[float, float]:
+    """From somewhat below the least to somewhat above the most."""
+    return min(values) / 2, max(values) * 1.25
+
+
+def _draw_roof(axes: Axes, peaks: Sequence[tuple[float, str]], target: Target, across: tuple[float, float]) -> None:
+    left, right = across
+    highest = peaks[0][0] / target.bandwidth
+    axes.plot([left, highest], [left * target.bandwidth, peaks[0][0]], color=INK, linewidth=1.5, label="memory", zorder=2)
+    for number, (peak, words) in enumerate(peaks):
+        style = {"color": INK if number == 0 else shade(0.9), "linewidth": 1.5 if number == 0 else 0.9, "zorder": 2}
+        axes.plot([peak / target.bandwidth, right], [peak, peak], label=words, **style)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers in ascending order, as ``0-2, 5``."""
+    runs = [[number for _, number in run] for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _groups(drawn: Sequence[Dot], sizes: Sequence[float]) -> list[list[Dot]]:
+    """The dots that share a number, the largest first: of the same program, and near one another."""
+    groups: list[list[Dot]] = []
+    for _, dot in sorted(zip(sizes, drawn, strict=True), key=lambda pair: -pair[0]):
+        same = (group for group in groups if group[0].what == dot.what)
+        near = (group for group in same if all(1 / _NEAR < a / b < _NEAR for a, b in zip(group[0].place, dot.place, strict=True)))
+        if (found := next(near, None)) is None:
+            groups.append([dot])
+        else:
+            found.append(dot)
+    return groups

@@ -8,7 +8,7 @@ the norm of a leaf, becomes the sum of the slices' sums. Whatever else combines 
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,20 +16,18 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jaxpp.stages.graph import Graph
+from jaxpp.stages.interpreter import Interpreter, until_settled
 from jaxpp.stages.jaxpr import (
-    CALLS,
-    CHECKPOINTS,
-    CUSTOM_RULES,
     ELEMENTWISE,
     Atom,
+    Cond,
+    Scan,
     aval_of,
-    called,
     describe,
     equations_of,
     function_of,
     kind_of,
     new_variable,
-    scan_of,
 )
 from jaxpp.types import Array, Tree
 
@@ -71,7 +69,7 @@ def divided_function(graph: Graph, arguments: _Alongs, results: _Alongs) -> Divi
     body.values.update((var, var) for var in graph.constants)
     for eqn in graph.eqns:
         try:
-            body.add(eqn)
+            body.step(eqn)
         except _MixedError as error:
             body.values.update(dict.fromkeys(eqn.outvars))
             objections.update(dict.fromkeys(body.arguments(eqn.invars) - objections.keys(), str(error)))
@@ -107,12 +105,17 @@ class _Way(NamedTuple):
     changes: Callable[[int], dict[str, Tree]] = lambda _: {}  # the parameters of the equation that are others for a part
 
 
-class _Body:
+_Value = Atom | _Divided | None  # What stands for a variable: what is whole, its parts, or nothing, for what has no parts
+
+
+class _Body(Interpreter[_Value]):
     """Equations that are rewritten one after the other."""
 
+    enters = Interpreter.enters | {"scan", "cond"}
+
     def __init__(self) -> None:
+        super().__init__()
         self.eqns: list[JaxprEqn] = []
-        self.values: dict[Var, Atom | _Divided | None] = {}  # what stands for each variable; None: what has no parts
         self._made: dict[Atom, JaxprEqn] = {}
         self._slices: dict[tuple[Atom, Along, int], Atom] = {}
 
@@ -125,9 +128,13 @@ class _Body:
         self.values[var] = _Divided(along, tuple(parts), argument)
         return parts
 
-    def read(self, atom: Atom) -> Atom | _Divided | None:
-        """What stands for an atom."""
-        return atom if isinstance(atom, Literal) else self.values[atom]
+    def number(self, atom: Literal) -> _Value:
+        """A number stands for itself."""
+        return atom
+
+    def constant(self, var: Var, value: Array) -> _Value:  # noqa: ARG002
+        """An array that a function closed over, as a number."""
+        return _number(value)
 
     def arguments(self, atoms: Sequence[Atom]) -> set[int]:
         """The arguments whose rows some atoms have."""
@@ -135,43 +142,46 @@ class _Body:
         bits = functools.reduce(int.__or__, (value.arguments for value in values if isinstance(value, _Divided)), 0)
         return {k for k in range(bits.bit_length()) if bits >> k & 1}
 
-    def parts(self, value: Atom | _Divided | None, along: Along | None) -> list[Atom]:
+    def parts(self, value: _Value, along: Along | None) -> list[Atom]:
         """The parts of a value; the value itself where it is to be whole."""
         if along is None:
             return [self._part(value, None, 0)]
         return [self._part(value, along, k) for k in range(len(along.bounds))]
 
-    def add(self, eqn: JaxprEqn) -> None:
-        """Add what an equation becomes."""
-        values = [self.read(atom) for atom in eqn.invars]
+    def results(self, eqn: JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
+        """What stands for the results of an equation; one of whole values stays as it is, whatever is inside it."""
         if any(value is None for value in values):
-            self.values.update(dict.fromkeys(eqn.outvars))
-            return
-        divided = [value.along if isinstance(value, _Divided) else None for value in values]
-        if not any(divided):
-            self.values.update(zip(eqn.outvars, self._emit(eqn, [self._part(value, None, 0) for value in values]), strict=True))
-            return
-        if (inner := called(eqn, CALLS | CUSTOM_RULES | CHECKPOINTS)) is not None:
-            self.values.update(zip(inner.jaxpr.invars, values, strict=True))
-            self.values.update(zip(inner.jaxpr.constvars, map(_number, inner.consts), strict=True))
-            for each in inner.jaxpr.eqns:
-                self.add(each)
-            self.values.update(zip(eqn.outvars, map(self.read, inner.jaxpr.outvars), strict=True))
-            return
-        way, bits = _way(eqn, divided), functools.reduce(int.__or__, (v.arguments for v in values if isinstance(v, _Divided)))
+            return [None] * len(eqn.outvars)
+        if not any(isinstance(value, _Divided) for value in values):
+            return self._emit(eqn, [self._part(value, None, 0) for value in values])
+        return super().results(eqn, values)
+
+    def plain(self, eqn: JaxprEqn, values: list[_Value]) -> list[_Value]:
+        """The parts of the results of an equation, each made of parts."""
+        return self._by_parts(eqn, values, _way(eqn, _alongs(values)))
+
+    def scanned(self, eqn: JaxprEqn, loop: Scan, values: list[_Value]) -> list[_Value]:
+        """Those of a loop over all parts at once; its rows are not divided among them."""
+        return self._by_parts(eqn, values, _scan(loop, _alongs(values)))
+
+    def chosen(self, eqn: JaxprEqn, choice: Cond, values: list[_Value]) -> list[_Value]:
+        """Those of a choice that is the same for all parts."""
+        return self._by_parts(eqn, values, _cond(choice, _alongs(values)))
+
+    def _by_parts(self, eqn: JaxprEqn, values: Sequence[_Value], way: _Way) -> list[_Value]:
+        divided, found = _alongs(values), list[_Value]()
+        bits = functools.reduce(int.__or__, (value.arguments for value in values if isinstance(value, _Divided)))
         made = list[list[Var]]()
         for k in range(len(next(filter(None, divided)).bounds)):
-            operands = self._operands(eqn, values, way.reads, k)
+            try:
+                operands = [self._part(value, along, k) for value, along in zip(values, way.reads, strict=True)]
+            except _MixedError as error:  # of two operands, one is wanted whole, or divided otherwise
+                raise _MixedError(kind_of(eqn)) from error
             shapes = [along and along.shape(aval_of(out).shape, k) for out, along in zip(eqn.outvars, way.makes, strict=True)]
             made.append(self._emit(eqn, operands, shapes, way.changes(k)))
-        for out, along, parts in zip(eqn.outvars, way.makes, zip(*made, strict=True), strict=True):
-            self.values[out] = _Divided(along, parts, bits) if along else self._joined(eqn, way, divided, parts)
-
-    def _operands(self, eqn: JaxprEqn, values: Sequence[Atom | _Divided | None], reads: _Alongs, k: int) -> list[Atom]:
-        try:
-            return [self._part(value, along, k) for value, along in zip(values, reads, strict=True)]
-        except _MixedError as error:  # of two operands, one is wanted whole, or divided otherwise
-            raise _MixedError(kind_of(eqn)) from error
+        for along, parts in zip(way.makes, zip(*made, strict=True), strict=True):
+            found.append(_Divided(along, parts, bits) if along else self._joined(eqn, way, divided, parts))
+        return found
 
     def _joined(self, eqn: JaxprEqn, way: _Way, divided: _Alongs, parts: Sequence[Var]) -> Atom:
         if way.join is None:
@@ -182,7 +192,7 @@ class _Body:
         join = way.join
         return self._call(lambda *terms: functools.reduce(join, terms), parts)
 
-    def _part(self, value: Atom | _Divided | None, along: Along | None, k: int) -> Atom:
+    def _part(self, value: _Value, along: Along | None, k: int) -> Atom:
         if value is None or (isinstance(value, _Divided) and value.along != along):
             raise _MixedError("rows of several divisions are combined")
         if isinstance(value, _Divided):
@@ -232,6 +242,10 @@ class _Body:
         return results
 
 
+def _alongs(values: Iterable[_Value]) -> list[Along | None]:
+    return [value.along if isinstance(value, _Divided) else None for value in values]
+
+
 def _number(value: Array | np.ndarray) -> Literal:
     return Literal(np.asarray(value), jax.typeof(value))
 
@@ -261,14 +275,14 @@ def _way(eqn: JaxprEqn, divided: _Alongs) -> _Way:
     kind, along = kind_of(eqn), next(filter(None, divided))
     if kind in _RULES:
         return _RULES[kind](eqn, divided)
-    apart = (
+    by_row = (
         kind in ELEMENTWISE
         or (kind in _BY_AXIS and eqn.params[_BY_AXIS[kind]] != along.axis)
         or (kind in _MATRIX and all(along.axis < len(aval_of(atom).shape) - 2 for atom in eqn.invars))
         or (kind == "rev" and along.axis not in eqn.params["dimensions"])
         or (kind == "pad" and eqn.params["padding_config"][along.axis] == (0, 0, 0))
     )
-    if not apart:
+    if not by_row:
         raise _MixedError(kind)
     return _Way(_read_alike(eqn, along), [along] * len(eqn.outvars))
 
@@ -348,57 +362,49 @@ def _split(eqn: JaxprEqn, divided: _Alongs) -> _Way:
     return _Way([along], [along] * len(eqn.outvars))
 
 
-def _scan(eqn: JaxprEqn, divided: _Alongs) -> _Way:
+def _scan(loop: Scan, divided: _Alongs) -> _Way:
     """A loop, on parts of what is carried and of what its iterations read and make, but not over the rows."""
-    scan = scan_of(eqn)
-    if scan is None or any(along and along.axis == 0 for along in divided[scan.num_before :]):
+    fixed, carry, rows = loop.split(divided)
+    if any(along and along.axis == 0 for along in rows):
         raise _MixedError("scan")
-    before, fixed = scan.num_before, scan.num_fixed
-    reads = [*divided[:before], *(along and along.on(along.axis - 1) for along in divided[before:])]
-    while True:
-        found = _followed(scan.body, reads)
-        carried = [old or new for old, new in zip(reads[fixed:before], found, strict=False)]
-        if carried == reads[fixed:before]:
-            break
-        reads[fixed:before] = carried
-    makes = [*carried, *(along and along.on(along.axis + 1) for along in found[scan.num_carry :])]
-    outer = [*reads[:before], *divided[before:]]
-    results = [*carried, *found[scan.num_carry :]]
-    return _Way(outer, makes, changes=lambda k: {"jaxpr": _of_part(scan.body, reads, results, k)})
+    inside = [along and along.on(along.axis - 1) for along in rows]
+    carry = until_settled(
+        lambda carried: _followed(loop.body, [*fixed, *carried, *inside])[: loop.num_carry], carry, lambda old, new: old or new
+    )
+    reads = [*fixed, *carry, *inside]
+    made = _followed(loop.body, reads)[loop.num_carry :]
+    makes, results = [*carry, *(along and along.on(along.axis + 1) for along in made)], [*carry, *made]
+    return _Way([*fixed, *carry, *rows], makes, changes=lambda k: {"jaxpr": _of_part(loop.body, reads, results, k)})
 
 
-def _cond(eqn: JaxprEqn, divided: _Alongs) -> _Way:
+def _cond(choice: Cond, divided: _Alongs) -> _Way:
     """A choice that is the same for all rows, on parts."""
     which, *reads = divided
     if which is not None:
         raise _MixedError("cond")
-    branches = eqn.params["branches"]
-    found = zip(*(_followed(branch, reads) for branch in branches), strict=True)
+    found = zip(*(_followed(branch, reads) for branch in choice.branches), strict=True)
     makes = [next(filter(None, alongs), None) for alongs in found]
-    return _Way(divided, makes, changes=lambda k: {"branches": tuple(_of_part(each, reads, makes, k) for each in branches)})
+    return _Way(divided, makes, changes=lambda k: {"branches": tuple(_of_part(each, reads, makes, k) for each in choice.branches)})
 
 
-def _rewritten(closed: ClosedJaxpr, reads: _Alongs) -> tuple[_Body, list[list[Var]]]:
+def _rewritten(closed: ClosedJaxpr, reads: _Alongs) -> tuple[_Body, list[list[Var]], list[_Value]]:
+    """The equations of a loop's body, or of a branch, the variables of each argument, and what stands for the results."""
     body = _Body()
     inputs = [body.take(var, along) for var, along in zip(closed.jaxpr.invars, reads, strict=True)]
     body.values.update((var, var) for var in closed.jaxpr.constvars)
-    for eqn in closed.jaxpr.eqns:
-        body.add(eqn)
-    return body, inputs
+    body.walk(closed.jaxpr.eqns)
+    return body, inputs, list(map(body.read, closed.jaxpr.outvars))
 
 
 def _followed(closed: ClosedJaxpr, reads: _Alongs) -> list[Along | None]:
     """How the results of a loop's body, or of a branch, are divided."""
-    body, _ = _rewritten(closed, reads)
-    results = map(body.read, closed.jaxpr.outvars)
-    return [value.along if isinstance(value, _Divided) else None for value in results]
+    return _alongs(_rewritten(closed, reads)[2])
 
 
 def _of_part(closed: ClosedJaxpr, reads: _Alongs, makes: _Alongs, k: int) -> ClosedJaxpr:
     """A loop's body, or a branch, for one part."""
     reads, makes = ([along and along._replace(bounds=along.bounds[k : k + 1]) for along in each] for each in (reads, makes))
-    body, inputs = _rewritten(closed, reads)
-    values = map(body.read, closed.jaxpr.outvars)
+    body, inputs, values = _rewritten(closed, reads)
     outputs = [part for value, along in zip(values, makes, strict=True) for part in body.parts(value, along)]
     invars = [var for parts in inputs for var in parts]
     return ClosedJaxpr(closed.jaxpr.replace(invars=invars, outvars=outputs, eqns=body.eqns), closed.consts)
@@ -412,7 +418,5 @@ _RULES: dict[str, Callable[[JaxprEqn, _Alongs], _Way]] = {
     "slice": _slice,
     "split": _split,
     "dot_general": _dot_general,
-    "scan": _scan,
-    "cond": _cond,
     **dict.fromkeys([*_JOINS, "argmax", "argmin"], _reduce),
 }

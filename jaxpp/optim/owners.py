@@ -1,18 +1,24 @@
-"""Any optax optimizer, run where the parameters live, exactly as on one device.
+"""An optax optimizer, traced once on the user's tree of shapes, and whose each leaf of its state is.
 
-``optimizer.update`` is traced on the whole tree, as shapes, and every equation goes to the stage of its largest operand. What
-depends on no parameter is repeated where it is needed; scalars of several stages meet on stage 0; an equation's *level* counts the
-hops before it, and one program runs per stage and level: adamw, lion, adafactor and lamb need one level, clip_by_global_norm three.
-A state leaf lives with the gradients it is combined with, else on stage 0. A condition over all leaves becomes one choice a leaf.
+A leaf of the state lives beside a parameter, its *home*: the one of which ``init`` makes it, else the one whose gradient or value
+an update combines it with first. Its stage, its sharding and the bytes that a parameter brings with it follow from that. What has
+no home, such as a count of steps, lives on the stage where scalars of several stages meet.
+
+``Pipeline(trains=...)`` asks more: a leaf *belongs* to all parameters whose new values are computed from it. A step that trains
+some parameters leaves the others as they are, and what belongs to them: a generator's step leaves the moments and the count of its
+critic alone. What belongs to both, as the one count of an ``optax.adam`` over everything, would advance with both; it is refused.
+
 It is the user's tree that the update is traced on: where a stacked parameter is held as slices, its equations are rewritten for
-these (``divided.py``), and ``slicing_for`` asks before whether they can be.
+these (``divided.py``), and ``slicing`` asks before whether they can be.
 """
 
+import fnmatch
 import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -21,21 +27,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import JaxprEqn, Literal, Var
+from jax.tree_util import KeyPath
 
-from jaxpp.errors import JaxppError, OptimizerError
-from jaxpp.optim.divided import MOVABLE, Along, divided_function
-from jaxpp.optim.loss_scale import Scaling
-from jaxpp.optim.update import HUB, Update, UpdateInputs, UpdatePart, flat, refilled
+from jaxpp.errors import ArgumentError, JaxppError, OptimizerError
+from jaxpp.optim.divided import Along, divided_function
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.floating import floating, masked_like, with_others
 from jaxpp.stages.graph import Graph, ancestors, marked, trace
-from jaxpp.stages.jaxpr import ELEMENTWISE, Atom, aval_of, branches_of, describe, kind_of, shapes_of, variables
+from jaxpp.stages.jaxpr import Atom, aval_of, branches_of, describe, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import path_name
-from jaxpp.stages.stacked import Slices, Slicing, assembled_shapes, is_slices, rows, slicing_of
+from jaxpp.stages.stacked import Slices, Slicing, assembled_shapes, rows, slicing_of
 from jaxpp.types import Array, Aval, Grads, Params, Tree
 
-_Sizes = Sequence[tuple[int, ...]]  # for each leaf the rows of each of its slices; empty for one that is not sliced
+LOSS = -1  # the home of what an update combines with the loss before any parameter
+_MANY = 8  # names that an error lists
 _ROWWISE = (
     "where a loop over layers is cut, each stage updates the rows of its own layers, and of all rows an update may have sums and"
     " other small values"
@@ -45,80 +51,272 @@ _FIX = (
     " vectors), give these parameters another one with optax.multi_transform (optax.adamw), write the layers as a Python loop, or"
     " pass num_stages=1"
 )
-_SPREADING = ELEMENTWISE | {"broadcast_in_dim"}
 _NO_VALUE = re.compile(r"unexpected keyword argument 'value'")  # an update that takes nothing of the loss
 _WANTS_LOSS = re.compile(r"missing \d+ required keyword-only arguments?: .*_fn'|\b\w+_fn must be provided")  # to call it
 
 
-def unread_gradients(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> frozenset[int]:
-    """The parameter leaves whose gradient changes nothing, as with ``optax.set_to_zero``: the optimizer freezes them."""
-    graph, leaves = traced_update(optimizer, params, loss)[0], jax.tree.leaves(params)
-    read = ancestors(graph, variables(graph.outputs))
-    return frozenset(k for k, var in enumerate(graph.inputs[: len(leaves)]) if var not in read)
+class HeldOptimizer(NamedTuple):
+    """An optimizer as functions of flat lists of leaves as a pipeline holds them, of which some may be slices."""
+
+    init: Callable[[list[Array]], list[Array]]
+    update: Callable[..., list[Array]]  # gradients, state, parameters, loss
+    shapes: Sequence[Aval]  # of the leaves of its state
+    tree: Tree  # of its state
+    homes: Sequence[int | None]  # the parameter beside which each leaf of its state lives, or ``LOSS``; None: it has no home
+    kept: frozenset[int] = frozenset()  # the leaves of its state that a step leaves as they are
+    objections: Mapping[int, str] = MappingProxyType({})  # what slices forbid, by leaf of the user's tree
 
 
-def plan_update(  # noqa: PLR0913  (what decides an update)
-    optimizer: optax.GradientTransformation,
-    params: Params,
-    owner: Sequence[int],
-    loss_stage: int,
-    loss: Aval,
-    frozen: Collection[int] = (),
-    scaling: Scaling | None = None,
-    states: Sequence[tuple[int, Aval]] = (),
-    counted: Collection[int] | None = None,
-    *,
-    kept: frozenset[int] = frozenset(),
-) -> Update:
-    """Trace an optimizer on a spread tree of shapes and place its equations.
+class _Flat(NamedTuple):
+    """An optimizer as functions of flat lists of whole leaves."""
 
-    Gradients of ``frozen`` leaves are not read; ``counted`` leaves (default: all) count in the reported norm. With ``scaling`` a
-    gradient that is not finite changes nothing, nor the model state (``states``: stages and shapes). The update leaves what is
-    ``kept`` as it is, of parameters and optimizer leaves, numbered one after another; these live where they otherwise would.
+    init: Callable[[list[Array]], list[Array]]
+    graph: Graph  # of the update, from gradients, state, parameters and loss to parameters and state
+    shapes: Sequence[Aval]
+    tree: Tree
+
+
+class TracedOptimizer:
+    """An optimizer over whole parameters of these shapes, traced when it is first asked; a step leaves those ``untrained`` alone.
+
+    ``loss`` is the shape of the loss whose value an update may read; unless given it has the type of the weights of microbatches.
     """
-    leaves, made = jax.tree.leaves(params), _flat(optimizer, params, loss)
-    opt_leaves, plain = made.opt_leaves, made.update
-    counted = range(len(leaves)) if counted is None else counted
-    apart = {*frozen, *(k for k in range(len(leaves)) if k not in counted)}
-    watched = sorted({stage for leaf, stage in enumerate(owner) if leaf not in apart})
 
-    def update(inputs: UpdateInputs[Array], kept: Collection[int] = ()) -> list[Array]:
-        grads = [jnp.zeros_like(grad) if k in frozen else grad for k, grad in enumerate(inputs.grads)]
-        scale, finite = [], []
-        if scaling is None:
-            results = plain(grads, inputs.opt, inputs.params, *inputs.loss)
-        else:
-            grads, all_finite = scaling.unscale(grads, inputs.scale)
-            after = *plain(grads, inputs.opt, inputs.params, *inputs.loss), *inputs.new_state
-            before = *inputs.params, *inputs.opt, *inputs.old_state
-            results = [jnp.where(all_finite, new, old) for new, old in zip(after, before, strict=True)]
-            scale, finite = scaling.adjust(inputs.scale, all_finite), [all_finite]
-        free = [(stage, _wide(grad)) for k, (stage, grad) in enumerate(zip(owner, grads, strict=True)) if k not in apart]
-        squares = [optax.tree.norm([grad for own, grad in free if own == stage], squared=True) for stage in watched]
-        norm = optax.tree.norm([_wide(grad) for k, grad in enumerate(grads) if k in counted and k not in frozen])
-        new = (*results, *scale, *finite, norm, *squares)
-        old = dict(enumerate((*inputs.params, *inputs.opt)))
-        return [old[k] if k in kept else jnp.array(leaf, copy=True) for k, leaf in enumerate(new)]
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        params: Params,
+        untrained: frozenset[int] = frozenset(),
+        loss: Aval | None = None,
+    ):
+        self._optimizer, self.untrained = optimizer, untrained
+        self._loss = jax.ShapeDtypeStruct((), scale_dtype()) if loss is None else loss
+        leaves, self._tree = jax.tree.flatten(assembled_shapes(params))
+        self._leaves = shapes_of(leaves)
 
-    def init(params: list[Array]) -> list[Array]:
-        return [jnp.array(leaf, copy=True) for leaf in made.init(params)]
+    def reading(self, loss: Aval) -> "TracedOptimizer":
+        """The same whose update reads the value of such a loss."""
+        same = (loss.shape, loss.dtype) == (self._loss.shape, self._loss.dtype)
+        return self if same else TracedOptimizer(self._optimizer, self._params, self.untrained, loss)
 
-    scale = () if scaling is None else shapes_of(scaling.init())
-    state_owner, state = tuple(stage for stage, _ in states), tuple(shape for _, shape in states)
-    inputs = UpdateInputs[Aval](tuple(leaves), tuple(opt_leaves), tuple(leaves), (loss,), scale, state, state)
-    init_graph, _ = trace(init, leaves)
-    others = tuple(owner), (loss_stage,), (loss_stage,) * len(scale), state_owner, state_owner
+    def again(self) -> "TracedOptimizer":
+        """The same, to be traced under other options of JAX."""
+        return TracedOptimizer(self._optimizer, self._params, self.untrained)
 
-    def placer_of(opt_owner: tuple[int | None, ...], kept: Collection[int]) -> _Placer:
-        graph, _ = trace(functools.partial(update, kept=kept), inputs)
-        graph = open_conditions(graph) if len(set(owner)) > 1 else graph
-        return _Placer(graph, UpdateInputs(*refilled(inputs, graph.inputs)), UpdateInputs(tuple(owner), opt_owner, *others))
+    @property
+    def _params(self) -> Params:
+        return self._tree.unflatten(self._leaves)
 
-    placer = placer_of(_made_with(init_graph, owner), ())
-    placer = placer_of(placer.opt_owner(), kept) if kept else placer
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    placed = placer.opt_owner(), placer.parts(paths), tuple(watched), scaling, state_owner, loss_stage, kept
-    return Update(placer.graph, init_graph, made.opt_tree, tuple(owner), *placed)
+    @cached_property
+    def unread(self) -> frozenset[int]:
+        """The parameters whose gradient changes nothing, as with ``optax.set_to_zero``: the optimizer freezes them."""
+        kept = self.untrained | {len(self._leaves) + leaf for leaf in self.kept}
+        changed = variables(atom for k, atom in enumerate(self._traced.graph.outputs) if k not in kept)
+        read = ancestors(self._traced.graph, changed)
+        grads = self._traced.graph.inputs[: len(self._leaves)]
+        return self.untrained | {k for k, var in enumerate(grads) if var not in read}
+
+    @cached_property
+    def _traced(self) -> _Flat:
+        """The optimizer sees the floating leaves alone, and the others stay as they are.
+
+        An update may return a leaf of the state in another type than init makes it in: where a hyperparameter is an array of
+        float32, a moment of a bfloat16 parameter is float32 from the first update on. Such a leaf has its last type from the
+        beginning.
+        """
+        tree, leaves = self._tree, self._leaves
+        try:
+            made = jax.eval_shape(self._optimizer.init, floating(self._params))
+        except Exception as error:
+            error.add_note("jaxpp: raised while tracing the optimizer's init(params)")
+            raise
+        shapes, opt_tree = jax.tree.flatten(made)
+        shapes = _types_of(shapes)
+
+        def init(params: list[Array]) -> list[Array]:
+            made = map(jnp.asarray, jax.tree.leaves(self._optimizer.init(floating(tree.unflatten(params)))))
+            return [leaf if leaf.dtype == like.dtype else leaf.astype(like.dtype) for leaf, like in zip(made, shapes, strict=True)]
+
+        def update(grads: Sequence[Array], opt: Sequence[Array], params: Sequence[Array], loss: Array) -> list[Array]:
+            whole = tree.unflatten(params)
+            seen, grads = floating(whole), masked_like(tree.unflatten(grads), whole)
+            new, state = updated(self._optimizer, grads, opt_tree.unflatten(opt), seen, loss)
+            return [*jax.tree.leaves(with_others(new, whole)), *jax.tree.leaves(state)]
+
+        graph, _ = trace(update, leaves, shapes, leaves, self._loss)
+        known = [shapes]
+        while (found := _returned(opt_tree, shapes, graph.outputs[len(leaves) :])) not in known:
+            shapes, (graph, _) = found, trace(update, leaves, found, leaves, self._loss)
+            known.append(found)
+        return _Flat(init, graph, shapes, opt_tree)
+
+    @cached_property
+    def _init_graph(self) -> Graph:
+        return trace(self._traced.init, list(self._leaves))[0]
+
+    @cached_property
+    def _opened(self) -> Graph:
+        return open_conditions(self._traced.graph)
+
+    @cached_property
+    def homes(self) -> tuple[int | None, ...]:
+        """The parameter beside which each leaf of the whole state lives, or ``LOSS``; None: it has no home."""
+        count, num_opt, graph = len(self._leaves), len(self._traced.shapes), self._opened
+        grads, opt, params = graph.inputs[:count], graph.inputs[count : count + num_opt], graph.inputs[count + num_opt : -1]
+        made_of = marked(self._init_graph, {var: 1 << k for k, var in enumerate(self._init_graph.inputs)})
+        bits = [0 if isinstance(atom, Literal) else made_of.get(atom, 0) for atom in self._init_graph.outputs]
+        home = dict(zip([*grads, *params, graph.inputs[-1]], [*range(count), *range(count), LOSS], strict=True))
+        home |= {var: each.bit_length() - 1 for var, each in zip(opt, bits, strict=True) if each.bit_count() == 1}
+        found = _combined(graph, home, [var for var in opt if var not in home])
+        return tuple(found.get(var, home.get(var)) for var in opt)
+
+    @cached_property
+    def belonging(self) -> list[frozenset[int]]:
+        """The parameters to which each leaf of the whole state belongs; where it is one that has a home, that is this one."""
+        return _belonging(self._traced.graph, len(self._leaves), self._opt_paths)
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """The leaves of the whole state that a step leaves as they are.
+
+        Raises:
+            OptimizerError: a leaf belongs to parameters of both kinds.
+        """
+        if not self.untrained:
+            return frozenset()
+        kept, clash, names = set[int](), list[str](), self.paths
+        for k, (path, linked) in enumerate(zip(self._opt_paths, self.belonging, strict=True)):
+            if linked and linked <= self.untrained:
+                kept.add(k)
+            elif linked & self.untrained:
+                pair = names[min(linked - self.untrained)], names[min(linked & self.untrained)]
+                where = f"state.opt_state{jax.tree_util.keystr(path)}"
+                clash.append(f"{where} belongs to {pair[0]}, which is trained, and to {pair[1]}, which is not")
+        if clash:
+            rule = "a step that trains some parameters leaves what the optimizer holds for the others as it is"
+            got = clash[:_MANY] + [f"and {len(clash) - _MANY} more"] * (len(clash) > _MANY)
+            fix = "give the parameters of each step an optimizer: optax.multi_transform({name: optax.adam(...), ...}, labels)"
+            raise OptimizerError("trains", rule, got, fix)
+        return frozenset(kept)
+
+    @property
+    def _opt_paths(self) -> list[KeyPath]:
+        return [path for path, _ in jax.tree_util.tree_leaves_with_path(self._traced.tree.unflatten(self._traced.shapes))]
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """What the parameters are called."""
+        return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self._params)]
+
+    def held(self, slicing: Slicing) -> HeldOptimizer:
+        """The optimizer over parameters that are held so."""
+        traced, leaves, graph = self._traced, self._leaves, self._traced.graph
+        if not slicing.any:
+            run = graph.function(range(len(graph.eqns)), [*graph.inputs, *graph.constants], graph.outputs)
+            constants = graph.constants.values()
+
+            def update(grads: Sequence[Array], opt: Sequence[Array], params: Sequence[Array], loss: Array) -> list[Array]:
+                return run(*grads, *opt, *params, loss, *constants)
+
+            return HeldOptimizer(traced.init, update, traced.shapes, traced.tree, self.homes, self.kept)
+        count, opts = len(leaves), traced.shapes
+        nodes = self._tree.flatten_up_to(slicing.of(self._params))
+        held = [Along(node.axis, tuple(rows(node.sizes)), sum(node.sizes)) if isinstance(node, Slices) else None for node in nodes]
+        of_opt = list[Along | None]([None] * len(opts))
+        while True:  # until a leaf of the state that is made of slices is read as slices, too
+            made = divided_function(self._init_graph, held, of_opt)
+            done = divided_function(self._opened, [*held, *of_opt, *held, None], [*held, *of_opt])
+            found = [next(filter(None, each), None) for each in zip(of_opt, made.found, done.found[count:], strict=True)]
+            if found == of_opt:
+                break
+            of_opt = found
+        leaf_of = {k: k % (count + len(opts)) for k in range(2 * count + len(opts)) if not count <= k < count + len(opts)}
+        wrong = made.objections | {leaf_of[k]: odd for k, odd in done.objections.items() if k in leaf_of}
+        if done.objections and not wrong:  # to rows that the state alone has
+            wrong = {k: next(iter(done.objections.values())) for k, along in enumerate(held) if along}
+        avals = [_divided_shape(aval, along) for aval, along in zip(opts, of_opt, strict=True)]
+        shapes, tree = jax.tree.flatten(traced.tree.unflatten(avals))
+        homes, kept = list[int | None](), set[int]()
+        for leaf, (home, along) in enumerate(zip(self.homes, of_opt, strict=True)):
+            slices = [home] if home in (None, LOSS) else slicing.leaves([home])  # beside those of its home, one by one
+            number = len(along.bounds) if along else 1
+            kept.update(range(len(homes), len(homes) + number) if leaf in self.kept else ())
+            homes += slices if len(slices) == number else slices[:1] * number
+        return HeldOptimizer(
+            lambda params: made.run(*params),
+            lambda grads, opt, params, loss: done.run(*grads, *opt, *params, loss),
+            shapes,
+            tree,
+            homes,
+            frozenset(kept),
+            wrong,
+        )
+
+    def bytes_beside(self, slicing: Slicing) -> tuple[int, ...]:
+        """The bytes of the state that live beside each parameter as it is held: a slice has its share of the whole leaf's."""
+        num_bytes = [0] * len(self._leaves)
+        for home, aval in zip(self.homes, self._traced.shapes, strict=True):
+            if home is not None and home != LOSS:
+                num_bytes[home] += count_bytes(aval)
+        shares = slicing.sizes if slicing.any else [()] * len(num_bytes)
+        return tuple(
+            total * size // sum(sizes or (1,)) for total, sizes in zip(num_bytes, shares, strict=True) for size in sizes or (1,)
+        )
+
+    def slicing(self, loops: Sequence[tuple[int, ...]], single: Sequence[tuple[int, ...]], axes: Sequence[int]) -> Slicing:
+        """The slices that a pipeline holds, along these axes, of leaves with the rows of each given; empty: of one that is whole.
+
+        Where the optimizer cannot update them, what is read row by row (``single``) is held whole, and a cut loop over layers
+        (``loops``) is refused.
+        """
+        slicing = slicing_of(loops, single, axes=axes)
+        wrong = self.held(slicing).objections if slicing.any else {}
+        while wrong and any(single):
+            cannot = {leaf for leaf in wrong if single[leaf]} or set(range(len(single)))
+            single = [() if leaf in cannot else sizes for leaf, sizes in enumerate(single)]
+            slicing = slicing_of(loops, single, axes=axes)
+            wrong = self.held(slicing).objections
+        if wrong:
+            got = [f"{self.paths[leaf]}: {odd} combines its layers" for leaf, odd in sorted(wrong.items())]
+            raise OptimizerError("optimizer", _ROWWISE, got, _FIX)
+        return slicing
+
+
+def _combined(graph: Graph, home: Mapping[Var, int], lost: Sequence[Var]) -> dict[Var, int]:
+    """The homes of those of these leaves that have one: that of the first value with a home that each is combined with.
+
+    A single number finds a home only among single numbers, and a whole number none: it would be a count of steps.
+    """
+    home, found = dict(home), dict[Var, int]()
+    bits = {1 << k: var for k, var in enumerate(lost)}
+    origins = {var: bit for bit, var in bits.items()}  # the leaves without a home that each value is computed from
+    arrays = sum(bit for bit, var in bits.items() if size(var) > 1)
+    inexact = sum(bit for bit, var in bits.items() if jnp.issubdtype(aval_of(var).dtype, jnp.inexact))
+    for eqn in graph.eqns:
+        operands = variables(eqn.invars)
+        leaves = functools.reduce(operator.or_, (origins.get(var, 0) for var in operands), 0)
+        largest = max((var for var in operands if var in home), key=size, default=None)
+        if largest is None:
+            origins.update(dict.fromkeys(eqn.outvars, leaves))
+            continue
+        placed = leaves & (arrays | inexact if size(largest) == 1 else arrays)
+        arrays, inexact = arrays & ~placed, inexact & ~placed
+        while placed:
+            var = bits[placed & -placed]
+            found[var] = home[var] = home[largest]
+            placed &= placed - 1
+        home.update(dict.fromkeys(eqn.outvars, home[largest]))
+    return found
+
+
+def size(atom: Atom) -> int:
+    """How many numbers a value has."""
+    return math.prod(getattr(aval_of(atom), "shape", ()))
+
+
+def _divided_shape(aval: Aval, along: Along | None) -> Aval | Slices:
+    sizes = [end - begin for begin, end in along.bounds] if along else []
+    return Slicing((tuple(sizes),), (along.axis if along else 0,)).of([aval])[0]
 
 
 def updated(optimizer: optax.GradientTransformation, grads: Grads, state: Tree, params: Params, loss: Array) -> tuple[Params, Tree]:
@@ -157,102 +355,6 @@ def updated(optimizer: optax.GradientTransformation, grads: Grads, state: Tree, 
     return new, state
 
 
-def traced_update(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> tuple[Graph, Tree]:
-    """The flat graph of an update, from gradients, state, parameters and loss to parameters and state; the shapes of the state."""
-    flat, leaves = _flat(optimizer, params, loss), jax.tree.leaves(params)
-    graph = flat.graph or trace(flat.update, leaves, flat.opt_leaves, leaves, loss)[0]
-    return graph, flat.opt_tree.unflatten(flat.opt_leaves)
-
-
-class _Flat(NamedTuple):
-    """An optimizer as functions of flat lists: of the leaves of parameters, some of which may be slices."""
-
-    init: Callable[[list[Array]], list[Array]]
-    update: Callable[..., list[Array]]  # gradients, state, parameters, loss
-    opt_leaves: Sequence[Aval]
-    opt_tree: Tree
-    graph: Graph | None = None  # of the update; None where slices are updated
-    objections: Mapping[int, str] = MappingProxyType({})  # what slices forbid, by leaf of the user's tree
-
-
-def _flat(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> _Flat:
-    nodes = jax.tree.leaves(params, is_leaf=is_slices)
-    whole = _flat_whole(optimizer, assembled_shapes(params), loss)
-    if whole.graph is None or not any(map(is_slices, nodes)):
-        return whole
-    leaves, count, opts = jax.tree.leaves(assembled_shapes(params)), len(nodes), whole.opt_leaves
-    update = open_conditions(whole.graph)
-    init, _ = trace(whole.init, leaves)
-    held = [Along(node.axis, tuple(rows(node.sizes)), sum(node.sizes)) if isinstance(node, Slices) else None for node in nodes]
-    kept = list[Along | None]([None] * len(opts))
-    while True:  # until a leaf of the state that is made of slices is read as slices, too
-        made = divided_function(init, held, kept)
-        done = divided_function(update, [*held, *kept, *held, None], [*held, *kept])
-        found = [next(filter(None, each), None) for each in zip(kept, made.found, done.found[count:], strict=True)]
-        if found == kept:
-            break
-        kept = found
-    leaf_of = {k: k % (count + len(opts)) for k in range(2 * count + len(opts)) if not count <= k < count + len(opts)}
-    wrong = made.objections | {leaf_of[k]: odd for k, odd in done.objections.items() if k in leaf_of}
-    if done.objections and not wrong:  # to rows that the state alone has
-        wrong = {k: next(iter(done.objections.values())) for k, along in enumerate(held) if along}
-    avals = [_divided_shape(aval, along) for aval, along in zip(opts, kept, strict=True)]
-    opt_leaves, opt_tree = jax.tree.flatten(whole.opt_tree.unflatten(avals))
-    return _Flat(
-        lambda params: made.run(*params),
-        lambda grads, opt, params, loss: done.run(*grads, *opt, *params, loss),
-        opt_leaves,
-        opt_tree,
-        objections=wrong,
-    )
-
-
-def _divided_shape(aval: Aval, along: Along | None) -> Aval | Slices:
-    sizes = [end - begin for begin, end in along.bounds] if along else []
-    return Slicing((tuple(sizes),), (along.axis if along else 0,)).of([aval])[0]
-
-
-def _flat_whole(optimizer: optax.GradientTransformation, params: Params, loss: Aval) -> _Flat:
-    """An optimizer as functions of flat lists; it sees the floating leaves alone, and the others stay as they are.
-
-    An update may return a leaf of the state in another type than init makes it in: where a hyperparameter is an array of float32, a
-    moment of a bfloat16 parameter is float32 from the first update on. Such a leaf has its last type from the beginning.
-    """
-    leaves, tree = jax.tree.flatten(params)
-    try:
-        made = jax.eval_shape(optimizer.init, floating(params))
-    except Exception as error:
-        error.add_note("jaxpp: raised while tracing the optimizer's init(params)")
-        raise
-    opt_leaves, opt_tree = jax.tree.flatten(made)
-    opt_leaves = _types_of(opt_leaves)
-
-    def init(params: list[Array]) -> list[Array]:
-        made = map(jnp.asarray, jax.tree.leaves(optimizer.init(floating(tree.unflatten(params)))))
-        return [leaf if leaf.dtype == like.dtype else leaf.astype(like.dtype) for leaf, like in zip(made, opt_leaves, strict=True)]
-
-    def update(grads: Sequence[Array], opt: Sequence[Array], params: Sequence[Array], loss: Array) -> list[Array]:
-        whole = tree.unflatten(params)
-        seen, grads = floating(whole), masked_like(tree.unflatten(grads), whole)
-        new, state = updated(optimizer, grads, opt_tree.unflatten(opt), seen, loss)
-        return [*jax.tree.leaves(with_others(new, whole)), *jax.tree.leaves(state)]
-
-    graph, _ = trace(update, leaves, opt_leaves, leaves, loss)
-    known = [opt_leaves]
-    while (found := _returned(opt_tree, opt_leaves, graph.outputs[len(leaves) :])) not in known:
-        opt_leaves, (graph, _) = found, trace(update, leaves, found, leaves, loss)
-        known.append(found)
-    run = graph.function(range(len(graph.eqns)), [*graph.inputs, *graph.constants], graph.outputs)
-    constants = graph.constants.values()
-    return _Flat(
-        init,
-        lambda grads, opt, params, loss: run(*grads, *opt, *params, loss, *constants),
-        opt_leaves,
-        opt_tree,
-        graph,
-    )
-
-
 def _returned(tree: Tree, before: Sequence[Aval], after: Sequence[Atom]) -> list[jax.ShapeDtypeStruct]:
     """The leaves of an optimizer's state as an update returns them.
 
@@ -289,108 +391,78 @@ def _holds(before: Aval, after: Aval) -> bool:
     return counts or np.can_cast(before.dtype, after.dtype)
 
 
-def _wide(grad: Array) -> Array:
-    """A gradient of float16, or of floating numbers of a byte, as float32: its square would vanish where it is small."""
-    return grad.astype(jnp.float32) if grad.dtype == jnp.float16 or grad.dtype.itemsize == 1 else grad
+def _belonging(graph: Graph, count: int, paths: Sequence[KeyPath]) -> list[frozenset[int]]:
+    """The parameters, of so many, to which each leaf of the optimizer's state belongs, by its traced update.
+
+    Those that are computed from it; else those of the leaves from which its new value is; else those whose gradients or values it
+    records; and if nothing of all this is, those of the leaves beside it in the tree.
+    """
+    num_opt = len(paths)
+    opt, others = graph.inputs[count : count + num_opt], (*graph.inputs[:count], *graph.inputs[count + num_opt :][:count])
+    of_opt = marked(graph, {var: 1 << k for k, var in enumerate(opt)})
+    of_params = marked(graph, {var: 1 << k % count for k, var in enumerate(others)})
+
+    def numbers(marks: Mapping[Var, int], atom: Atom, most: int) -> frozenset[int]:
+        bits = marks.get(atom, 0) if isinstance(atom, Var) else 0
+        return frozenset(k for k in range(most) if bits >> k & 1)
+
+    before = [numbers(of_opt, atom, num_opt) for atom in graph.outputs]
+    read = [frozenset(leaf for leaf in range(count) if k in before[leaf]) for k in range(num_opt)]
+    found = [
+        read[k] or frozenset().union(*(read[other] for other in before[count + k])) or numbers(of_params, new, count)
+        for k, new in enumerate(graph.outputs[count:])
+    ]
+
+    def beside(k: int) -> frozenset[int]:
+        shared = {j: _num_shared(paths[k], paths[j]) for j, linked in enumerate(found) if linked}
+        nearest = max(shared.values(), default=0)
+        return frozenset[int]().union(*(found[j] for j, length in shared.items() if length == nearest > 0))
+
+    return [linked or beside(k) for k, linked in enumerate(found)]
 
 
-def _made_with(init: Graph, owner: Sequence[int]) -> tuple[int | None, ...]:
-    """The stage of each optimizer leaf that is made from one parameter (a copy, an average), None for others."""
-    stages_of = marked(init, {var: 1 << stage for var, stage in zip(init.inputs, owner, strict=True)})
-    stages = [0 if isinstance(atom, Literal) else stages_of.get(atom, 0) for atom in init.outputs]
-    return tuple(bits.bit_length() - 1 if bits.bit_count() == 1 else None for bits in stages)
+def _num_shared(path: KeyPath, other: KeyPath) -> int:
+    """With how many equal keys two paths begin."""
+    return next((k for k, (a, b) in enumerate(zip(path, other, strict=False)) if a != b), min(len(path), len(other)))
 
 
-def _size(atom: Atom) -> int:
-    return math.prod(getattr(aval_of(atom), "shape", ()))
+def untrained_leaves(params: Params, patterns: Sequence[str] | None, *, strict: bool = True) -> frozenset[int]:
+    """The numbers of the parameter leaves that none of the paths, or patterns of paths, names; none if there are no patterns.
+
+    Raises:
+        ArgumentError: ``strict``, and a pattern names no parameter.
+    """
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    named = {
+        pattern: {k for k, path in enumerate(paths) for each in (pattern, f"{pattern}/*") if fnmatch.fnmatchcase(path, each)}
+        for pattern in patterns or ()
+    }
+    if strict and (missed := [f"{pattern!r} matches none" for pattern, found in named.items() if not found]):
+        rule, fix = "a pattern names parameters or modules by their path", "use paths like those below, with * for any part"
+        raise ArgumentError("trains", rule, missed, fix, "\n".join(paths[:12] + ["..."] * (len(paths) > 12)))
+    return frozenset() if patterns is None else frozenset(range(len(paths))).difference(*named.values())
 
 
-class _Placer:
-    def __init__(self, graph: Graph, inputs: UpdateInputs[Var], stages: UpdateInputs[int | None]):
-        self.graph, self.opt = graph, inputs.opt
-        pairs = zip(flat(inputs), flat(stages), strict=True)
-        self.stage: dict[Var, int] = {var: stage for var, stage in pairs if stage is not None}  # None: to be placed
-        self._follow()
+def part_of(optimizer: optax.GradientTransformation, trains: Sequence[str] | None) -> optax.GradientTransformation:
+    """The optimizer as a step runs it that trains the parameters of these paths; the optimizer itself if there are no patterns."""
+    if trains is None:
+        return optimizer
+    whole = optax.with_extra_args_support(optimizer)
 
-    def _follow(self) -> None:
-        """Follow the dataflow: an optimizer leaf goes to the stage of the first owned value it is combined with."""
-        stage = dict(self.stage)
-        lost = {1 << k: var for k, var in enumerate(self.opt) if var not in stage}  # leaves without a stage yet, a bit each
-        origins = {var: bit for bit, var in lost.items()}
-        arrays = sum(bit for bit, var in lost.items() if _size(var) > 1)
-        inexact = sum(bit for bit, var in lost.items() if jnp.issubdtype(aval_of(var).dtype, jnp.inexact))
-        for eqn in self.graph.eqns:
-            operands = variables(eqn.invars)
-            owned = [var for var in operands if var in stage]
-            leaves = functools.reduce(operator.or_, (origins.get(var, 0) for var in operands), 0)
-            if not owned:
-                origins.update(dict.fromkeys(eqn.outvars, leaves))
-                continue
-            largest = max(owned, key=_size)
-            home = stage[largest]
-            placed = leaves & (arrays | inexact if _size(largest) == 1 else arrays)
-            arrays, inexact = arrays & ~placed, inexact & ~placed
-            while placed:
-                var = lost[placed & -placed]
-                stage[var] = self.stage[var] = home
-                placed &= placed - 1
-            stage.update(dict.fromkeys(eqn.outvars, home))
+    def update(updates: Grads, state: Tree, params: Params | None = None, **extra: Tree) -> tuple[Tree, Tree]:
+        untrained = untrained_leaves(params, trains, strict=False)  # the optimizer may see none of a pattern's
+        kept = TracedOptimizer(optimizer, params, untrained).kept
 
-    def opt_owner(self) -> tuple[int, ...]:
-        return tuple(self.stage.get(var, HUB) for var in self.opt)
+        def zeroed(tree: Tree) -> Tree:
+            leaves, structure = jax.tree.flatten(tree)
+            return structure.unflatten(jnp.zeros_like(leaf) if k in untrained else leaf for k, leaf in enumerate(leaves))
 
-    def parts(self, paths: Sequence[str]) -> tuple[UpdatePart | None, ...]:
-        place: dict[Var, UpdatePart] = {var: UpdatePart(0, stage) for var, stage in self.stage.items()}
-        parts: list[UpdatePart | None] = []
-        crossed: list[str] = []
-        spread: dict[Var, Var] = {}  # what is computed where it is read, as it is computed of one small value: that value
-        results = set(variables(self.graph.outputs))
-        for eqn in self.graph.eqns:
-            owned = [var for var in dict.fromkeys(spread.get(var, var) for var in variables(eqn.invars)) if var in place]
-            if not owned:
-                parts.append(None)
-                continue
-            grows = kind_of(eqn) in _SPREADING and MOVABLE >= _size(owned[0]) < _size(eqn.outvars[0])
-            if len(owned) == 1 and grows and results.isdisjoint(eqn.outvars):
-                spread[eqn.outvars[0]] = owned[0]
-                parts.append(None)
-                continue
-            stages = {place[var].stage for var in owned}
-            largest = max(owned, key=_size)
-            home = place[largest].stage if len(stages) == 1 or _size(largest) > 1 else HUB
-            for var in owned:
-                away = place[var].stage
-                if away != home and _size(var) > MOVABLE:
-                    both = f"{describe(aval_of(largest))} of stage {home}, {describe(aval_of(var))} of stage {away}"
-                    crossed.append(f"{eqn.primitive.name}: {both}")
-            level = max(place[var].level + (place[var].stage != home and var not in self.stage) for var in owned)
-            parts.append(UpdatePart(level, home))
-            place.update(dict.fromkeys(eqn.outvars, UpdatePart(level, home)))
-        if crossed:
-            rule = "an update may combine small values of different stages (a norm), but not move large arrays between them"
-            fix = "use a transformation that treats each parameter by itself, or pass num_stages=1"
-            names = f"parameters: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
-            raise OptimizerError("optimizer", rule, crossed, fix, names)
-        return self._late(parts)
+        new_updates, new = whole.update(zeroed(updates), state, params, **extra)
+        leaves, structure = jax.tree.flatten(new)
+        pairs = zip(jax.tree.leaves(state), leaves, strict=True)
+        return zeroed(new_updates), structure.unflatten(old if k in kept else leaf for k, (old, leaf) in enumerate(pairs))
 
-    def _late(self, parts: Sequence[UpdatePart | None]) -> tuple[UpdatePart | None, ...]:
-        """Each equation at the last level at which it serves its readers, so that no moment is held from one level to the next."""
-        users, results = self.graph.users(), set(variables(self.graph.outputs))
-        late = list(parts)
-
-        def readers_of(eqn: JaxprEqn) -> Iterator[UpdatePart]:
-            for j in (j for var in eqn.outvars for j in users.get(var, ())):
-                reader = late[j]
-                yield from readers_of(self.graph.eqns[j]) if reader is None else [reader]
-
-        for i, eqn in reversed(list(enumerate(self.graph.eqns))):
-            part = parts[i]
-            large = any(_size(var) > 1 for var in eqn.outvars)
-            readers = list(readers_of(eqn)) if part is not None and large and results.isdisjoint(eqn.outvars) else []
-            if part is not None and readers:
-                latest = min(reader.level - (reader.stage != part.stage) for reader in readers)
-                late[i] = UpdatePart(max(part.level, latest), part.stage)
-        return tuple(late)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def open_conditions(graph: Graph) -> Graph:
@@ -423,45 +495,3 @@ def open_conditions(graph: Graph) -> Graph:
 
 def _branches(eqn: JaxprEqn) -> list[Callable[..., list[Array]]] | None:
     return None if eqn.effects else branches_of(eqn)
-
-
-def state_bytes(optimizer: optax.GradientTransformation | None, params: Params) -> tuple[int, ...]:
-    """The bytes of the optimizer state that belong to each parameter leaf: those leaves whose path ends in the parameter's.
-
-    A slice of a leaf has its share of them.
-    """
-    whole = assembled_shapes(params)
-    paths = {path: leaf for leaf, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(whole))}
-    num_bytes = [0] * len(paths)
-    state = () if optimizer is None else jax.eval_shape(optimizer.init, floating(whole))
-    for path, aval in jax.tree_util.tree_leaves_with_path(state):
-        leaf = next((paths[path[k:]] for k in range(len(path) + 1) if path[k:] in paths), None)
-        if leaf is not None:
-            num_bytes[leaf] += count_bytes(aval)
-    nodes = jax.tree.leaves(params, is_leaf=is_slices)
-    shares = [node.sizes if isinstance(node, Slices) else (1,) for node in nodes]
-    return tuple(total * size // sum(sizes) for total, sizes in zip(num_bytes, shares, strict=True) for size in sizes)
-
-
-def slicing_for(
-    optimizer: optax.GradientTransformation | None, whole: Params, loops: _Sizes, single: _Sizes, axes: Sequence[int]
-) -> Slicing:
-    """The slices that a pipeline holds, along these axes, where its optimizer can update the slices of the stacked parameters.
-
-    Where it cannot, what is read row by row (``single``) is held whole, and a cut loop over layers (``loops``) refuses it.
-    """
-    slicing = slicing_of(loops, single, axes=axes)
-    if optimizer is None or not slicing.any:
-        return slicing
-    loss = jax.ShapeDtypeStruct((), scale_dtype())
-    wrong = _flat(optimizer, slicing.of(whole), loss).objections
-    while wrong and any(single):
-        cannot = {leaf for leaf in wrong if single[leaf]} or set(range(len(single)))
-        single = [() if leaf in cannot else sizes for leaf, sizes in enumerate(single)]
-        slicing = slicing_of(loops, single, axes=axes)
-        wrong = _flat(optimizer, slicing.of(whole), loss).objections
-    if wrong:
-        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(whole)]
-        got = [f"{paths[leaf]}: {odd} combines its layers" for leaf, odd in sorted(wrong.items())]
-        raise OptimizerError("optimizer", _ROWWISE, got, _FIX)
-    return slicing

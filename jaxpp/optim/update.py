@@ -1,7 +1,13 @@
-"""An optimizer's update, traced and placed (``owners.py``), and its lines: one program a stage and level, and their sends."""
+"""An update, run where the parameters live, exactly as on one device: its equations placed, and the lines that run them.
+
+Every equation goes to the stage of its largest operand, from the leaves of a state on, whose homes ``owners.py`` knows. What
+depends on no parameter is repeated where it is needed; scalars of several stages meet on stage 0; an equation's *level* counts the
+hops before it, and one program runs per stage and level: adamw, lion, adafactor and lamb need one level, clip_by_global_norm three.
+A condition over all leaves becomes one choice a leaf.
+"""
 
 import itertools
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -9,24 +15,29 @@ from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
+import optax
+from jax.extend.core import JaxprEqn, Var
+from jax.sharding import PartitionSpec
 
+from jaxpp.errors import OptimizerError
+from jaxpp.optim.divided import MOVABLE
 from jaxpp.optim.loss_scale import Scaling
+from jaxpp.optim.owners import LOSS, HeldOptimizer, open_conditions, size
 from jaxpp.plan.builder import Builder, Name
 from jaxpp.plan.lower import closed_function
-from jaxpp.plan.step import scale_name, total_name
+from jaxpp.plan.step import Leaves, StateLeaf, total_name
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
-from jaxpp.stages.graph import Graph, Piece, descendants, partition
-from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
+from jaxpp.stages.graph import Graph, Piece, descendants, partition, trace
+from jaxpp.stages.jaxpr import ELEMENTWISE, Atom, aval_of, describe, kind_of, shapes_of, variables
 from jaxpp.stages.program import Pack, Program, Ref, Role
-from jaxpp.types import Array, DType, Tree
+from jaxpp.types import Array, Aval, DType, Tree
 
 HUB = 0  # the stage where scalars of several stages meet; its backward ends last, so nothing waits for it longer
 
 _T = TypeVar("_T")
 _Packed = Mapping[int, tuple[Name, Pack]]  # gradients that are parts of vectors: the name of the vector, and what is where in it
-_Own = Collection[tuple[Role, int]]  # the leaves of which each replica has its own
+_SPREADING = ELEMENTWISE | {"broadcast_in_dim"}
 
 
 class UpdatePart(NamedTuple):
@@ -72,9 +83,11 @@ def refilled(groups: UpdateInputs[Any] | UpdateResults[Any], values: Iterable[_T
     return (tuple(itertools.islice(supply, len(group))) for group in groups)
 
 
-def opt_name(stage: int, leaf: int) -> Name:
-    """An optimizer state leaf, as its owner holds it."""
-    return Name(stage, Ref(Role.OPT, leaf))
+def _read_by(leaves: Leaves[StateLeaf], of_leaf: Callable[[StateLeaf], _T], of_loss: _T) -> UpdateInputs[_T]:
+    """Something about each input of the update of these leaves: a gradient counts as its parameter."""
+    groups = leaves.all_params, leaves.all_opt, leaves.loss_scale, leaves.model_state
+    params, opt, scale, state = (tuple(map(of_leaf, group)) for group in groups)
+    return UpdateInputs(params, opt, params, (of_loss,), scale, state, state)
 
 
 @dataclass(frozen=True)
@@ -84,63 +97,108 @@ class Update:
     graph: Graph  # of the update, from ``UpdateInputs`` to ``UpdateResults``, both flat
     init_graph: Graph  # of ``optimizer.init``, from parameter leaves to optimizer leaves
     tree: Tree  # structure of the optimizer state
-    owner: tuple[int, ...]  # the stage of each parameter leaf
-    opt_owner: tuple[int, ...]  # the stage of each optimizer leaf
+    leaves: Leaves[StateLeaf]  # what it reads and makes: of the model state and the loss scale those of a scaled loss
     parts: tuple[UpdatePart | None, ...]  # of each equation; an equation of None is repeated where it is needed
     watched: tuple[int, ...]  # the stages that own parameters which are not frozen
-    scaling: Scaling | None  # how the loss is scaled, or None
-    state_owner: tuple[int, ...]  # the stage of each model state leaf, if the loss is scaled
-    loss_stage: int  # the stage that has the loss, and its scale
-    kept: frozenset[int] = frozenset()  # the results, of parameters and optimizer leaves, that are what they were
     programs: WeakValueDictionary[Hashable, Program] = field(default_factory=WeakValueDictionary)  # the same at every batch size
-
-    @property
-    def scales(self) -> tuple[Name, ...]:
-        """The names of the loss scale's leaves."""
-        return () if self.scaling is None else (scale_name(self.loss_stage, 0), scale_name(self.loss_stage, 1))
 
     @cached_property
     def result_stages(self) -> UpdateResults[int]:
         """The stage that each result goes to."""
-        scale, finite = ((), ()) if self.scaling is None else ((self.loss_stage, self.loss_stage), (HUB,))
-        return UpdateResults(self.owner, self.opt_owner, self.state_owner, scale, finite, (HUB,), self.watched)
+        _, opt, params, _, scale, state, _ = _read_by(self.leaves, lambda leaf: leaf.stage, HUB)
+        return UpdateResults(params, opt, state, scale, (HUB,) if scale else (), (HUB,), self.watched)
 
-    def names(self, loss: Name, params: Sequence[Name], before: Sequence[Name], states: Sequence[Name]) -> UpdateInputs[Name]:
-        """The names of the inputs, each on its owner; ``states`` are those of the new model state, ``before`` of the old one."""
-        return UpdateInputs(
-            grads=tuple(total_name(stage, Role.GRAD, leaf) for leaf, stage in enumerate(self.owner)),
-            opt=tuple(opt_name(stage, leaf) for leaf, stage in enumerate(self.opt_owner)),
-            params=tuple(params),
-            loss=(loss,),
-            scale=self.scales,
-            old_state=() if self.scaling is None else tuple(before),
-            new_state=() if self.scaling is None else tuple(states),
-        )
+    def new_state(self, names: Leaves[Name], made: UpdateResults[Name], states: Sequence[Name]) -> Leaves[Name]:
+        """What the leaves of the state after a step are called: ``names`` before it, ``states`` of the new model state."""
+        previous = [names.all_params[leaf.index] for leaf in self.leaves.previous]  # what was the newest
+        return names.fill([*made.params, *made.opt, *(made.state or states), *made.scale, *previous])
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """The results, of parameters and optimizer leaves, that are what they were."""
+        return frozenset(k for k, leaf in enumerate(self.leaves.all_params + self.leaves.all_opt) if not leaf.changes)
+
+
+def plan_update(
+    optimizer: HeldOptimizer,
+    leaves: Leaves[StateLeaf],
+    paths: Sequence[str],
+    loss: Aval,
+    loss_stage: int,
+    scaling: Scaling | None,
+    *,
+    late: bool = False,
+) -> Update:
+    """Give the leaves of an optimizer's state and the equations of its update to the stages of these parameters.
+
+    ``paths`` are what the user calls the parameters; ``leaves`` has these, the model state and the loss scale. Where gradients are
+    ``late``, the state has what changes as it was before the last step too.
+
+    Of frozen leaves no gradient is read, and only those that replicas share count in the reported norm. With ``scaling`` a
+    gradient that is not finite changes nothing, nor the model state. What does not change lives where it otherwise would.
+    """
+    params = leaves.all_params
+    opts = [_opt_leaf(optimizer, k, params, loss_stage) for k in range(len(optimizer.homes))]
+    shared = len(opts) - (optimizer.tree.children()[1].num_leaves if leaves.own_params else 0)  # a pair of states
+    leaves = leaves._replace(opt=opts[:shared], own_opt=[replace(leaf, own=True) for leaf in opts[shared:]])
+    leaves = leaves if scaling is not None else leaves._replace(model_state=())
+    previous = [replace(leaf, role=Role.PREVIOUS, changes=False) for leaf in params if late and leaf.changes]
+    leaves = leaves._replace(previous=previous)  # whose new values are arrays that were parameters
+    uncounted = {leaf.index for leaf in params if leaf.frozen or leaf.own}
+    watched = sorted({leaf.stage for leaf in params if leaf.index not in uncounted})
+
+    def update(inputs: UpdateInputs[Array]) -> list[Array]:
+        grads = [jnp.zeros_like(grad) if leaf.frozen else grad for leaf, grad in zip(params, inputs.grads, strict=True)]
+        scale, finite = [], []
+        if scaling is None:
+            results = optimizer.update(grads, inputs.opt, inputs.params, *inputs.loss)
+        else:
+            grads, all_finite = scaling.unscale(grads, inputs.scale)
+            after = *optimizer.update(grads, inputs.opt, inputs.params, *inputs.loss), *inputs.new_state
+            before = *inputs.params, *inputs.opt, *inputs.old_state
+            results = [jnp.where(all_finite, new, old) for new, old in zip(after, before, strict=True)]
+            scale, finite = scaling.adjust(inputs.scale, all_finite), [all_finite]
+        free = [(leaf.stage, _wide(grad)) for leaf, grad in zip(params, grads, strict=True) if leaf.index not in uncounted]
+        squares = [optax.tree.norm([grad for own, grad in free if own == stage], squared=True) for stage in watched]
+        norm = optax.tree.norm([grad for _, grad in free])
+        new = (*results, *scale, *finite, norm, *squares)
+        old = dict(enumerate((*inputs.params, *inputs.opt)))
+        kept = {k for k, leaf in enumerate(params + opts) if not leaf.changes}
+        return [old[k] if k in kept else jnp.array(leaf, copy=True) for k, leaf in enumerate(new)]
+
+    def init(params: list[Array]) -> list[Array]:
+        return [jnp.array(leaf, copy=True) for leaf in optimizer.init(params)]
+
+    graph, _ = trace(update, _read_by(leaves, lambda leaf: leaf.aval, loss))
+    graph = open_conditions(graph) if len({leaf.stage for leaf in params}) > 1 else graph
+    homeless = {leaf.index for leaf, home in zip(opts, optimizer.homes, strict=True) if home is None}
+    placed = _read_by(leaves, lambda leaf: None if leaf.role == Role.OPT and leaf.index in homeless else leaf.stage, loss_stage)
+    homes = {var: stage for var, stage in zip(graph.inputs, flat(placed), strict=True) if stage is not None}
+    init_graph, _ = trace(init, [leaf.aval for leaf in params])
+    return Update(graph, init_graph, optimizer.tree, leaves, _parts(graph, homes, paths), tuple(watched))
+
+
+def _opt_leaf(optimizer: HeldOptimizer, number: int, params: Sequence[StateLeaf], loss_stage: int) -> StateLeaf:
+    """A leaf of the optimizer's state, on the stage of its home, and divided as that is if it has its shape."""
+    aval, home, changes = optimizer.shapes[number], optimizer.homes[number], number not in optimizer.kept
+    if home is None or home == LOSS:
+        return StateLeaf(Role.OPT, number, aval, HUB if home is None else loss_stage, changes=changes)
+    part = params[home].part if params[home].aval.shape == aval.shape else PartitionSpec()
+    return StateLeaf(Role.OPT, number, aval, params[home].stage, part, part, changes=changes)
 
 
 _LARGE = 1 << 27  # bytes of arguments above which an update holds little at once, rather than update all leaves side by side
 
 
-def add_update(  # noqa: PLR0913  (what an update reads)
-    builder: Builder,
-    update: Update,
-    loss: Name,
-    params: Sequence[Name],
-    before: Sequence[Name],
-    states: Sequence[Name],
-    packed: _Packed,
-    own: _Own,
-    *,
-    apart: bool,
-    before_last: Mapping[int, Name],
+def add_update(
+    builder: Builder, update: Update, loss: Name, states: Sequence[Name], packed: _Packed, num_replicas: int
 ) -> UpdateResults[Name]:
-    """Add the update to a step that has its gradients; ``states`` are those of the new model state, ``before`` of the old one.
+    """Add the update to a step that has its gradients; ``states`` are what the new model state is called.
 
-    ``apart``: replicas divide what they do not have of their own, which programs of its own then update. New parameters may take
-    over the buffers of the old ones; those of which the state has the values ``before_last`` step too, the buffers of these.
+    New parameters may take over the buffers of the old ones; those of which the state has the values before the last step too, the
+    buffers of these. Where replicas divide what they do not have of their own, programs of its own update what they have.
     """
-    names = update.names(loss, params, before, states)
-    return _Writer(builder, update, names, packed, own, before_last, apart=apart).run()
+    return _Writer(builder, update, loss, states, packed, num_replicas).run()
 
 
 class _Part(NamedTuple):
@@ -152,27 +210,46 @@ class _Part(NamedTuple):
         return jax.lax.slice(vector, (self.start,), (self.end,)).reshape(self.shape)
 
 
+def _packing(
+    run: ComparableFunction,
+    reads: tuple[tuple[int, _Part | None], ...],
+    chosen: tuple[int, ...],
+    groups: tuple[tuple[int, ...], ...],
+) -> ComparableFunction:
+    """A function that reads its arguments, or parts of them, and returns those chosen of its values, and groups as vectors."""
+
+    def function(*args: Array) -> list[Array]:
+        values = run(*(args[k] if part is None else part.of(args[k]) for k, part in reads))
+        return [*(values[k] for k in chosen), *(jnp.stack([values[k] for k in group]) for group in groups)]
+
+    return ComparableFunction(function, run.does and (run.does, reads, chosen, groups))  # all that the function reads
+
+
+@dataclass(eq=False)
 class _Writer:
-    def __init__(
-        self,
-        builder: Builder,
-        update: Update,
-        names: UpdateInputs[Name],
-        packed: _Packed,
-        own: _Own,
-        before_last: Mapping[int, Name],
-        *,
-        apart: bool,
-    ):
-        self.builder, self.update, self.apart = builder, update, apart
-        graph, inputs = update.graph, UpdateInputs(*refilled(names, update.graph.inputs))
+    builder: Builder
+    update: Update
+    loss: Name
+    states: Sequence[Name]
+    packed: _Packed
+    num_replicas: int
+
+    def __post_init__(self):
+        update, num_replicas = self.update, self.num_replicas
+        graph, leaves = update.graph, update.leaves
+        names = _read_by(leaves, lambda leaf: leaf.name(num_replicas), self.loss)
+        grads = tuple(total_name(leaf.stage, Role.GRAD, leaf.index) for leaf in leaves.all_params)
+        names = names._replace(grads=grads, new_state=tuple(self.states) if names.old_state else ())
+        inputs = UpdateInputs(*refilled(names, graph.inputs))
         self.source: dict[Var, Name] = dict(zip(graph.inputs, flat(names), strict=True))
         self.old: list[Var] = [*inputs.params, *inputs.opt]  # the results begin with the new versions of these
-        self.before_last = before_last
+        self.before_last = {leaf.index: leaf.name(num_replicas) for leaf in leaves.previous}
         self.stages = flat(update.result_stages)
-        self.own = descendants(graph, [var for var, name in self.source.items() if (name.ref.role, name.ref.index) in own])
+        own = flat(_read_by(leaves, lambda leaf: leaf.own and num_replicas > 1, of_loss=False))
+        self.own = descendants(graph, [var for var, mine in zip(graph.inputs, own, strict=True) if mine])
+        self.divides = divides = any(leaf.part != leaf.spec for leaf in leaves.all_params)
         self.parts = [
-            part._replace(own=apart and not self.own.isdisjoint(eqn.outvars)) if part else None
+            part._replace(own=divides and not self.own.isdisjoint(eqn.outvars)) if part else None
             for part, eqn in zip(update.parts, graph.eqns, strict=True)
         ]
         self.result_parts = self._result_parts()
@@ -193,7 +270,7 @@ class _Writer:
         }
         self.arrived: dict[tuple[int, Name], Name] = {}
         self.vectors: dict[Name, jax.ShapeDtypeStruct] = {}
-        for leaf, (vector, pack) in packed.items():
+        for leaf, (vector, pack) in self.packed.items():
             at = pack.members.index(Ref(Role.GRAD, leaf))
             self.vectors[vector] = pack.aval
             self.held[vector.stage, inputs.grads[leaf]] = vector, _Part(*pack.bounds[at], pack.avals[at].shape)
@@ -203,7 +280,7 @@ class _Writer:
         graph, producers = self.update.graph, self.update.graph.producers()
         eqns = [producers.get(atom) if isinstance(atom, Var) else None for atom in graph.outputs]
         made = [None if eqn is None else self.parts[eqn] for eqn in eqns]
-        own = [self.apart and atom in self.own for atom in graph.outputs]
+        own = [self.divides and atom in self.own for atom in graph.outputs]
         given = [UpdatePart(0, stage, each) for stage, each in zip(self.stages, own, strict=True)]
         return [at if part is None else part for part, at in zip(made, given, strict=True)]
 
@@ -239,42 +316,36 @@ class _Writer:
         return self._fresh(stage, self.update.graph.outputs[k])
 
     def _compute(self, part: UpdatePart, mine: Sequence[int]) -> list[Name]:
-        (level, stage, apart), piece, graph = part, self.pieces.get(part, Piece()), self.update.graph
-        results = [graph.outputs[k] for k in mine]
-        inputs = [var for var in piece.inputs if var not in graph.constants]
-        held = [self._hold(stage, var) for var in inputs]
+        """Write the line of a part, which makes these of the results, and the sends of its scalars; what the results are called."""
+        (level, stage, apart), graph, piece = part, self.update.graph, self.pieces.get(part, Piece())
+        inputs, results = [var for var in piece.inputs if var not in graph.constants], [graph.outputs[k] for k in mine]
+        held, packs = [self._hold(stage, var) for var in inputs], self._packs(part)
         shapes = {name: self.vectors.get(name, var) for (name, _), var in zip(held, inputs, strict=True)}
         replaced = dict(self._replaced(stage, mine, shapes))
         names_in = list(dict.fromkeys([*replaced, *shapes]))  # any other order of these than the results' would cost copies
-        packs = self._packs(part)
         returned = [var for var in piece.outputs if aval_of(var).shape or stage in self._readers(var)]
-        run = closed_function(graph, piece, inputs, [*results, *piece.outputs])
-        order = {var: len(results) + k for k, var in enumerate(piece.outputs)}
-
-        def function(*args: Array) -> list[Array]:
-            arrays = dict(zip(names_in, args, strict=True))
-            values = run(*(arrays[name] if part is None else part.of(arrays[name]) for name, part in held))
-            vectors = [jnp.stack([values[order[var]] for var in group]) for group in packs.values()]
-            return [*values[: len(results)], *(values[order[var]] for var in returned), *vectors]
-
-        numbers = {name: k for k, name in enumerate(names_in)}
-        groups = tuple(tuple(order[var] for var in group) for group in packs.values())
-        places = tuple((numbers[name], at) for name, at in held), tuple(order[var] for var in returned), groups
-        comparable = ComparableFunction(function, run.does and (run.does, len(results), *places))  # all that the function reads
         fresh = [self._fresh(stage, *atoms) for atoms in (*((var,) for var in returned), *packs.values())]
-        names_out = [*(self._new(stage, k) for k in mine), *fresh]
-        self.held.update(((stage, var), (names_out[len(results) + k], None)) for k, var in enumerate(returned))
-        shapes |= replaced
-        refs = tuple(n.ref for n in names_in), tuple(n.ref for n in names_out)
-        called = f"stage_{stage}_update" + f"_{level}" * (level > 0) + "_own" * apart
-        avals = shapes_of(shapes[name] for name in names_in)
-        made = Program(comparable, *refs, avals, name=called, lean=sum(map(count_bytes, avals)) > _LARGE)
-        program = self.update.programs.setdefault((part, *refs), made)  # the first one stays, for it is compiled
+        names_out = [self._new(stage, k) for k in mine]
+        self.held.update(((stage, var), (name, None)) for var, name in zip(returned, fresh, strict=False))
+        refs = tuple(n.ref for n in names_in), tuple(n.ref for n in (*names_out, *fresh))
         label = f"update stage {stage}" + f", part {level + 1}" * (level > 0) + ", of each replica" * apart
-        self.builder.compute(label, program, stage, names_in, names_out)
-        for (peer, dtype), group, name in zip(packs, packs.values(), names_out[len(results) + len(returned) :], strict=True):
+        program = self.update.programs.get((part, *refs))  # the first one stays, for it is compiled
+        if program is None:
+            number = {name: k for k, name in enumerate(names_in)}
+            order = {var: len(results) + k for k, var in enumerate(piece.outputs)}
+            reads = tuple((number[name], at) for name, at in held)
+            chosen = (*range(len(results)), *(order[var] for var in returned))
+            groups = tuple(tuple(order[var] for var in group) for group in packs.values())
+            run = closed_function(graph, piece, inputs, [*results, *piece.outputs])
+            avals = shapes_of((shapes | replaced)[name] for name in names_in)
+            called = f"stage_{stage}_update" + f"_{level}" * (level > 0) + "_own" * apart
+            lean = sum(map(count_bytes, avals)) > _LARGE
+            program = Program(_packing(run, reads, chosen, groups), *refs, avals, name=called, lean=lean)
+            self.update.programs[part, *refs] = program
+        self.builder.compute(label, program, stage, names_in, [*names_out, *fresh])
+        for (peer, dtype), group, name in zip(packs, packs.values(), fresh[len(returned) :], strict=True):
             self._deliver(peer, group, name, jax.ShapeDtypeStruct((len(group),), dtype))
-        return names_out[: len(results)]
+        return names_out
 
     def _readers(self, var: Var) -> set[int]:
         return {part.stage for part in self.readers.get(var, ())}
@@ -314,3 +385,64 @@ class _Writer:
             name = self.before_last.get(k, self.source[var])
             if name.stage == stage and (k in self.before_last or name in reads):
                 yield name, var
+
+
+def _wide(grad: Array) -> Array:
+    """A gradient of float16, or of floating numbers of a byte, as float32: its square would vanish where it is small."""
+    return grad.astype(jnp.float32) if grad.dtype == jnp.float16 or grad.dtype.itemsize == 1 else grad
+
+
+def _parts(graph: Graph, homes: Mapping[Var, int], paths: Sequence[str]) -> tuple[UpdatePart | None, ...]:
+    """The part of each equation, from the stages of the inputs on."""
+    place: dict[Var, UpdatePart] = {var: UpdatePart(0, stage) for var, stage in homes.items()}
+    parts: list[UpdatePart | None] = []
+    crossed: list[str] = []
+    spread: dict[Var, Var] = {}  # what is computed where it is read, as it is computed of one small value: that value
+    results = set(variables(graph.outputs))
+    for eqn in graph.eqns:
+        owned = [var for var in dict.fromkeys(spread.get(var, var) for var in variables(eqn.invars)) if var in place]
+        if not owned:
+            parts.append(None)
+            continue
+        grows = kind_of(eqn) in _SPREADING and MOVABLE >= size(owned[0]) < size(eqn.outvars[0])
+        if len(owned) == 1 and grows and results.isdisjoint(eqn.outvars):
+            spread[eqn.outvars[0]] = owned[0]
+            parts.append(None)
+            continue
+        stages = {place[var].stage for var in owned}
+        largest = max(owned, key=size)
+        home = place[largest].stage if len(stages) == 1 or size(largest) > 1 else HUB
+        for var in owned:
+            away = place[var].stage
+            if away != home and size(var) > MOVABLE:
+                both = f"{describe(aval_of(largest))} of stage {home}, {describe(aval_of(var))} of stage {away}"
+                crossed.append(f"{eqn.primitive.name}: {both}")
+        level = max(place[var].level + (place[var].stage != home and var not in homes) for var in owned)
+        parts.append(UpdatePart(level, home))
+        place.update(dict.fromkeys(eqn.outvars, UpdatePart(level, home)))
+    if crossed:
+        rule = "an update may combine small values of different stages (a norm), but not move large arrays between them"
+        fix = "use a transformation that treats each parameter by itself, or pass num_stages=1"
+        names = f"parameters: {', '.join(paths[:8])}{', ...' if len(paths) > 8 else ''}"
+        raise OptimizerError("optimizer", rule, crossed, fix, names)
+    return _late(graph, parts)
+
+
+def _late(graph: Graph, parts: Sequence[UpdatePart | None]) -> tuple[UpdatePart | None, ...]:
+    """Each equation at the last level at which it serves its readers, so that no moment is held from one level to the next."""
+    users, results = graph.users(), set(variables(graph.outputs))
+    late = list(parts)
+
+    def readers_of(eqn: JaxprEqn) -> Iterator[UpdatePart]:
+        for j in (j for var in eqn.outvars for j in users.get(var, ())):
+            reader = late[j]
+            yield from readers_of(graph.eqns[j]) if reader is None else [reader]
+
+    for i, eqn in reversed(list(enumerate(graph.eqns))):
+        part = parts[i]
+        large = any(size(var) > 1 for var in eqn.outvars)
+        readers = list(readers_of(eqn)) if part is not None and large and results.isdisjoint(eqn.outvars) else []
+        if part is not None and readers:
+            latest = min(reader.level - (reader.stage != part.stage) for reader in readers)
+            late[i] = UpdatePart(max(part.level, latest), part.stage)
+    return tuple(late)

@@ -177,7 +177,7 @@ def _returning(program: Program, chosen: Sequence[int]) -> Program:
 
 def _batch(builder: Builder, step: Step, stage: int) -> list[_Part]:
     leaves = [k for k in step.read(stage, Role.BATCH) if k not in step.shared]
-    if step.apart:
+    if step.one_by_one:
         return []
     names, count = [Name(stage, Ref(Role.BATCH, k)) for k in leaves], len(step.sizes)
     if count == 1:
@@ -467,7 +467,7 @@ def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> No
 
 def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) -> None:
     """What the replicas of a stage have summed, each by itself, is summed: the one reduction over ``data`` of a step."""
-    own = [ref for ref in sums.leaves if (Role.GRAD, ref.index) in step.own]
+    own = [ref for ref in sums.leaves if ref.index in step.own]
     if own:  # each over the replicas with the same
         scales = [] if step.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
         mean, means = GroupMean(tuple(step.params[ref.index] for ref in own)), [total_name(stage, Role.GRAD, k.index) for k in own]

@@ -7,6 +7,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
+from jax.sharding import PartitionSpec
+
 from jaxpp.plan.builder import CALLER, Constant, FusedAction, Name
 from jaxpp.plan.microbatch_weights import Weights
 from jaxpp.schedule.action import Action, Kind
@@ -19,6 +21,34 @@ from jaxpp.types import Array, Aval
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
+
+WHOLE = PartitionSpec()
+
+
+@dataclass(frozen=True)
+class StateLeaf:
+    """A leaf of a state as a pipeline holds it: what it is, whose it is, and how the devices of its stage hold it.
+
+    Everything that asks about a leaf, where it lives, what it is called or whether a step changes it, asks this.
+    """
+
+    role: Role
+    index: int  # among the leaves of its role
+    aval: Aval  # as one replica has it
+    stage: int  # the one that owns it
+    spec: PartitionSpec = WHOLE  # how its devices divide it while programs compute with it
+    part: PartitionSpec = WHOLE  # the same with replicas that divide it: a parameter's summed gradients
+    divided: bool = False  # whether it is held as ``part`` says between steps
+    scattered: bool = False  # of a parameter: whether each replica sums a part of its gradients
+    frozen: bool = False  # of a parameter: whether nobody wants its gradient
+    own: bool = False  # whether each replica, if there are several, has one of its own
+    changes: bool = True  # whether a step gives it a new value
+
+    def name(self, num_replicas: int) -> Name:
+        """What it is called on the devices of its stage between steps."""
+        if self.role == Role.STATE:
+            return state_name(self.stage, self.index, shared=num_replicas > 1)
+        return Name(self.stage, Ref(self.role, self.index, shared=self.divided))
 
 
 class Leaves(NamedTuple, Generic[_T]):
@@ -48,6 +78,11 @@ class Leaves(NamedTuple, Generic[_T]):
         return [*self.own_params, *self.own_opt]
 
     @property
+    def variables(self) -> "Leaves[_T]":
+        """What the loss is given: the parameters and the model state."""
+        return Leaves(self.params, self.own_params, model_state=self.model_state)
+
+    @property
     def shared(self) -> "Leaves[_T]":
         """Without what each replica has of its own."""
         return self._replace(own_params=(), own_opt=())
@@ -55,6 +90,10 @@ class Leaves(NamedTuple, Generic[_T]):
     def flat(self) -> list[_T]:
         """All groups, one after another."""
         return list(itertools.chain.from_iterable(self))
+
+    def map(self, function: Callable[[_T], _S]) -> "Leaves[_S]":
+        """The same groups with what a function makes of each."""
+        return Leaves(*(list(map(function, group)) for group in self))
 
     def fill(self, values: Sequence[_S]) -> "Leaves[_S]":
         """The same groups with other values, given one after another."""
@@ -67,6 +106,7 @@ class Leaves(NamedTuple, Generic[_T]):
         return self._replace(own_params=values[:count], own_opt=values[count:])
 
 
+COPIES = ("previous",)  # the groups whose leaves are of a parameter each, and copies of it in a first state
 ZEROED = 1 << 25  # bytes of a stage's sums up to which they are zeroed when a step begins
 
 
@@ -87,26 +127,50 @@ class Step:
     cuts: tuple[CutLoss, ...]  # the cut loss, once for each different microbatch size
     variants: tuple[int, ...]  # ``cuts[variants[i]]`` is the one for microbatch i
     split: Split  # examples of a replica in each microbatch, and the replicas that have one fewer
-    owner: tuple[int, ...]  # the stage that owns each parameter leaf
+    leaves: Leaves[StateLeaf]  # the parameters and the model state
     num_replicas: int  # how many replicas share the work of a microbatch
     num_shards: int  # how many devices share the parameters of a replica's stage
-    own: frozenset[tuple[Role, int]]  # the parameters and gradients of which each replica has its own, by role and number
-    divided: frozenset[int]  # the parameters of which each replica holds a part between steps
-    scattered: frozenset[int]  # the parameters of whose gradients each replica sums a part
-    params: tuple[Aval, ...]  # shape of each parameter leaf
-    state: tuple[Aval, ...]  # shape of each model state leaf
-    state_owner: tuple[int, ...]  # the stage that keeps each model state leaf between steps
     batch: tuple[Aval, ...]  # shape of each leaf of a replica's part of the batch
     given: tuple[Name, ...]  # what each of them is called, before it is sent to the stages
     shared: frozenset[int]  # the leaves that every microbatch of a whole batch gets as they are, and every replica
-    apart: bool  # whether the microbatches are given one by one
+    one_by_one: bool  # whether the microbatches are given one by one
     key: Aval | None  # shape of the raw key, or None
     implementation: str | None  # of the key, if it was typed
     weights: Weights | None  # of the microbatches, computed from batch leaves; None when sizes decide
     summed: bool  # whether the loss of the step is the sum over microbatches, not their mean
     visits: bool  # whether parameters and gradients are on devices only while a stage works
-    known: MutableMapping[Hashable, Program]  # those that are the same for batches of all sizes, by what they do
+    programs: MutableMapping[Hashable, Program]  # those that are the same for batches of all sizes, by what they do
     constants: MutableMapping[int, Constant]  # what the loss closed over, at any size, by ``id``
+
+    @cached_property
+    def owner(self) -> tuple[int, ...]:
+        """The stage that owns each parameter leaf."""
+        return tuple(leaf.stage for leaf in self.leaves.all_params)
+
+    @cached_property
+    def params(self) -> tuple[Aval, ...]:
+        """The shape of each parameter leaf."""
+        return tuple(leaf.aval for leaf in self.leaves.all_params)
+
+    @cached_property
+    def own(self) -> frozenset[int]:
+        """The parameters of which each of several replicas has its own."""
+        return frozenset(leaf.index for leaf in self.leaves.all_params if leaf.own and self.num_replicas > 1)
+
+    @cached_property
+    def divided(self) -> frozenset[int]:
+        """The parameters of which each replica holds a part between steps."""
+        return frozenset(leaf.index for leaf in self.leaves.all_params if leaf.divided)
+
+    @cached_property
+    def scattered(self) -> frozenset[int]:
+        """The parameters of whose gradients each replica sums a part."""
+        return frozenset(leaf.index for leaf in self.leaves.all_params if leaf.scattered and self.trains)
+
+    @cached_property
+    def state_owner(self) -> tuple[int, ...]:
+        """The stage that keeps each model state leaf between steps."""
+        return tuple(leaf.stage for leaf in self.leaves.model_state)
 
     @property
     def weigh(self) -> Program | None:
@@ -120,9 +184,9 @@ class Step:
 
     def once(self, key: Hashable, make: Callable[[], Program]) -> Program:
         """A program that does not depend on the size of the batch: made at the first one, so that it is compiled once."""
-        program = self.known.get(key)
+        program = self.programs.get(key)
         if program is None:
-            program = self.known[key] = make()
+            program = self.programs[key] = make()
         return program
 
     def constant(self, value: Array) -> Constant:
@@ -152,7 +216,7 @@ class Step:
         """What a program of a stage calls ``ref``, for a microbatch of a variant, which is that of the microbatch unless given."""
         if ref.role in (Role.STATIC, Role.CONSTANT):
             return self._lasting[stage, self.variants[microbatch] if variant is None else variant, ref]
-        own = ref.role in PER_MICROBATCH and (not ref.shared or (self.apart and ref.role == Role.BATCH))
+        own = ref.role in PER_MICROBATCH and (not ref.shared or (self.one_by_one and ref.role == Role.BATCH))
         return Name(stage, ref, microbatch if own else -1)
 
     @cached_property

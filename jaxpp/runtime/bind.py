@@ -21,11 +21,10 @@ from jaxpp.runtime.processes.here import devices_in, elsewhere, is_here, process
 from jaxpp.runtime.replica_groups import Mean, ReplicaGroups
 from jaxpp.runtime.send import Send, memory_copies
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.program import Ref, Role
+from jaxpp.stages.program import LEAVES, Ref, Role
 from jaxpp.types import Aval, Device, Home
 
 _SMALL = 1 << 16  # bytes of a result that may be held on to while a step is watched
-_LEAVES = frozenset({Role.PARAM, Role.PREVIOUS, Role.OPT, Role.STATE, Role.LOSS_SCALE})
 
 Runnable = Callable[..., Sequence[jax.Array]]  # one array for each input and output of a line
 Check = Callable[["BoundLine", PlacedProgram, Runnable], Runnable]  # what runs instead of a program, and looks at its results
@@ -122,7 +121,7 @@ class Shapes:
 
     def may_be_taken(self, name: Name) -> bool:
         """Whether a program may take over a value's buffer: in these lines, or, of a leaf of a state, in those of another step."""
-        return name in self._taken or name.ref.role in _LEAVES
+        return name in self._taken or name.ref.role in LEAVES
 
 
 def _local_line(line: BoundLine, placement: Placement, shapes: Shapes) -> BoundLine | None:

@@ -18,27 +18,22 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.checks import check_ranks
+from jaxpp.plan.step import Leaves, StateLeaf
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.send import HOST_MEMORY
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import check_counts, is_count
 from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, PIPE, RankAxes, axis_names
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.program import Program, Ref, Role
+from jaxpp.stages.program import HELD_LIKE, Program, Ref, Role
 from jaxpp.targets import compiles_only, device_name, stand_ins
 from jaxpp.types import Aval, Device, Home, Leaf
 
 _FREE = frozenset({Role.RESIDUAL, Role.STATIC})  # only their own stage reads them; the compiler shards them as it likes
 
-_AS_PARAMS = frozenset({Role.PARAM, Role.PREVIOUS, Role.ADDEND, Role.GRAD})  # sharded as the parameters are
-
-Own = frozenset[tuple[Role, int]]  # role and number of the leaves of which each replica has its own
-
 
 class Place(abc.ABC):
     """Where a stage lives, by default one replica that shards nothing; equal places hold the same values sharded alike."""
-
-    own: Own = frozenset()
 
     @property
     @abc.abstractmethod
@@ -72,7 +67,14 @@ class Place(abc.ABC):
 
     def per_replica(self, ref: Ref) -> bool:
         """Whether each replica has a value of its own; it then has the replicas as its first axis."""
-        return self.num_replicas > 1 and (ref.per_replica or (ref.role, ref.index) in self.own)
+        if self.num_replicas == 1 or ref.per_replica:
+            return self.num_replicas > 1
+        leaf = self.leaf(ref)
+        return leaf is not None and leaf.own
+
+    def leaf(self, ref: Ref) -> StateLeaf | None:  # noqa: ARG002  (nothing is sharded)
+        """The leaf of a state that a value is, or is held like, if that is known here."""
+        return None
 
     def leading(self, ref: Ref) -> tuple[int, ...]:
         """The axes that a value has here before those of one replica's."""
@@ -113,8 +115,8 @@ class Place(abc.ABC):
         found = stand_ins(self.devices)
         return self if found == self.devices else self.moved(found) or self
 
-    def with_values(self, **values: object) -> "Place":  # noqa: ARG002  (nothing is sharded)
-        """The same devices, told more of the values that live there: ``Submesh.specs``, ``parts``, ``opt_specs``, ``own``."""
+    def holding(self, leaves: Mapping[tuple[Role, int], StateLeaf]) -> "Place":  # noqa: ARG002  (nothing is sharded)
+        """The same devices, told how leaves of a state are held there."""
         return self
 
     def aval(self, ref: Ref, aval: Aval, sharding: Sharding | None = None, *, lead: bool = True) -> jax.ShapeDtypeStruct:
@@ -174,10 +176,7 @@ class Submesh(Place):
     """A place of several devices, with the axes ``data`` and ``model``."""
 
     mesh: Mesh
-    specs: tuple[PartitionSpec, ...] = field(default=(), hash=False)  # of each parameter leaf over ``model``; none unless given
-    parts: tuple[PartitionSpec, ...] = field(default=(), hash=False)  # the same, divided over ``data`` too: summed gradients
-    opt_specs: tuple[PartitionSpec, ...] = field(default=(), hash=False)  # of each optimizer leaf
-    own: Own = field(default=frozenset(), hash=False)
+    leaves: Mapping[tuple[Role, int], StateLeaf] = field(default_factory=dict, hash=False, repr=False)  # by role and number
 
     def __str__(self) -> str:
         ids = " ".join(str(device.id) for device in self.devices)
@@ -201,10 +200,9 @@ class Submesh(Place):
         return self.mesh.shape
 
     def sharding(self, ref: Ref) -> NamedSharding:
-        """Over ``data`` where each replica has its own or a part, and over ``model`` as ``specs`` and ``opt_specs`` say."""
-        of_params = self.parts if ref.shared else self.specs
-        specs = self.opt_specs if ref.role == Role.OPT else of_params if ref.role in _AS_PARAMS else ()
-        spec = specs[ref.index] if 0 <= ref.index < len(specs) else PartitionSpec()
+        """Over ``data`` where each replica has its own or a part, and as the leaf says that a value is held like."""
+        leaf = self.leaf(ref)
+        spec = PartitionSpec() if leaf is None else leaf.part if ref.shared else leaf.spec
         return NamedSharding(self.mesh, PartitionSpec(DATA, *spec) if self.per_replica(ref) else spec)
 
     def num_parts(self, ref: Ref) -> int:
@@ -217,7 +215,7 @@ class Submesh(Place):
 
     def alone(self, number: int) -> Place:
         """A device, or a sub-mesh of one row."""
-        row = dataclasses.replace(self.replica(number), own=frozenset())
+        row = self.replica(number)
         return row if row.num_shards > 1 else OneDevice(row.devices[0])
 
     def moved(self, devices: Sequence[Device]) -> "Submesh | None":
@@ -227,9 +225,13 @@ class Submesh(Place):
         grid = np.array(devices[: len(self.devices)]).reshape(self.mesh.devices.shape)
         return dataclasses.replace(self, mesh=Mesh(grid, (DATA, MODEL)))
 
-    def with_values(self, **values: object) -> "Submesh":
-        """With these attributes."""
-        return dataclasses.replace(self, **values)
+    def leaf(self, ref: Ref) -> StateLeaf | None:
+        """By its role and number: a gradient is held like its parameter."""
+        return self.leaves.get((HELD_LIKE.get(ref.role, ref.role), ref.index))
+
+    def holding(self, leaves: Mapping[tuple[Role, int], StateLeaf]) -> "Submesh":
+        """With these leaves."""
+        return dataclasses.replace(self, leaves=leaves)
 
     def _of_all(self, program: Program) -> Callable[..., list[Leaf]]:
         ends = program.inputs, program.outputs
@@ -240,7 +242,7 @@ class Submesh(Place):
             axes = set(self.axis_sizes)
             ins, outs = ([self.sharding(ref).spec for ref in refs] for refs in ends)
         else:
-            axes, whole = set(RankAxes(self.mesh.abstract_mesh).apart), PartitionSpec()
+            axes, whole = set(RankAxes(self.mesh.abstract_mesh).manual), PartitionSpec()
             ins, outs = ([PartitionSpec(DATA) if mine else whole for mine in each] for each in (reads, writes))
 
         def of_one(*args: Leaf) -> list[Leaf]:
@@ -278,11 +280,6 @@ class Placement:
         return self.places[stage]
 
     @property
-    def own(self) -> Own:
-        """The parameters, gradients and optimizer leaves of which each replica has its own."""
-        return self.places[0].own
-
-    @property
     def num_replicas(self) -> int:
         """How many replicas share the work of a microbatch."""
         return self.places[0].num_replicas
@@ -308,9 +305,10 @@ class Placement:
         """What users see of the place of each rank."""
         return tuple(place.shown for place in self.by_rank)
 
-    def with_values(self, **values: object) -> "Placement":
-        """The same places, told more of the values that live there (``Submesh.specs``, ``parts``, ``opt_specs``, ``own``)."""
-        return Placement(*(tuple(place.with_values(**values) for place in places) for places in (self.places, self.by_rank)))
+    def holding(self, leaves: Leaves[StateLeaf]) -> "Placement":
+        """The same places, told how parameters and optimizer leaves are held there; all else is whole on each device."""
+        table = {(leaf.role, leaf.index): leaf for leaf in (*leaves.all_params, *leaves.all_opt)}
+        return Placement(*(tuple(place.holding(table) for place in places) for places in (self.places, self.by_rank)))
 
 
 def place(schedule: Schedule, places: Sequence[Place]) -> Placement:

@@ -2,10 +2,10 @@
 
 A model may say how its values are sharded (``with_sharding_constraint``, ``shard_map``, ``reshard``) and may name the replicas
 (``jax.lax.pmean(x, "data")``). It says so of the mesh of all devices, and a stage runs on those of its rank alone. So a function is
-traced with the whole mesh in force, and then its equations are told of the mesh of a rank: the axes that a rank has are kept, that
-of the pipeline is left out, and others are refused.
+traced with the whole mesh in force, and then its equations are rewritten for the mesh of a rank: the axes that a rank has are
+kept, that of the pipeline is left out, and others are refused.
 
-The replicas of a rank are apart before a stage begins, as inside a ``jax.shard_map`` over ``data``: each has its own part of the
+The axis of the replicas is manual before a stage begins, as inside a ``jax.shard_map`` over ``data``: each has its own part of the
 batch. So a collective over ``data`` is one between replicas, and ``data`` in the sharding of a value says nothing new.
 
 A ``shard_map`` over axes that divide nothing inside a stage (``data``, ``pipe``, those of other devices) says what is computed of
@@ -15,8 +15,8 @@ each block of a value. The rank computes that of all blocks, by ``jax.vmap``, an
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -29,10 +29,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxpp.errors import LossError
 from jaxpp.errors.user_mesh import user_mesh
+from jaxpp.stages.interpreter import Body, Interpreter
 from jaxpp.stages.jaxpr import (
     CUSTOM_RULES,
     Atom,
     ShardMap,
+    all_equations,
     aval_of,
     called,
     constraint_of,
@@ -45,12 +47,12 @@ from jaxpp.stages.jaxpr import (
     kind_of,
     mesh_of,
     named_axes,
+    needed_of,
     new_variable,
     on_mesh,
     shard_map_of,
     traced_inside,
     user_line,
-    variables,
     varying_shapes,
     with_params,
     with_shard_map,
@@ -103,7 +105,7 @@ class RankAxes:
         return RankAxes(names=self.names, whole=self.whole)
 
     @cached_property
-    def apart(self) -> frozenset[str]:
+    def manual(self) -> frozenset[str]:
         """The axes over which programs are mapped, not divided by the compiler."""
         if self.sizes.get(DATA, 1) == 1 or self.outside is not None:
             return frozenset()
@@ -112,7 +114,7 @@ class RankAxes:
     @cached_property
     def rank(self) -> AbstractMesh:
         """The devices of a rank as programs see them there."""
-        return self.devices.update_axis_types(dict.fromkeys(self.apart, AxisType.Manual))
+        return self.devices.update_axis_types(dict.fromkeys(self.manual, AxisType.Manual))
 
     @property
     def env(self) -> AxisEnv:
@@ -227,7 +229,7 @@ def moved(closed: ClosedJaxpr, axes: RankAxes, rules: Rules = MappingProxyType({
     """
     if not axes.sizes and not rules and not _mentions(closed.jaxpr):
         return closed
-    return ClosedJaxpr(_Mover(axes, rules).moved(closed.jaxpr, _Scope(axes.rank)), closed.consts)
+    return ClosedJaxpr(_Mover(axes, rules).moved(closed.jaxpr), closed.consts)
 
 
 def rules_in(jaxpr: Jaxpr, axes: RankAxes) -> Rules:
@@ -266,8 +268,8 @@ def _rule(eqn: JaxprEqn, axes: RankAxes) -> Derivative | None:
     """The derivative of a function that has one of its own; None if it cannot be traced."""
     own, gives = mesh_of(eqn), _inexact([aval_of(var) for var in eqn.outvars])
 
-    def derivative(mesh: AbstractMesh, *args: jax.Array) -> Tree:
-        run = _of_inexact(eqn if mesh is own else in_mesh(eqn, mesh))(args)
+    def derivative(of_inexact: Callable[..., Callable[..., Tree]], *args: jax.Array) -> Tree:
+        run = of_inexact(args)
         wanted = list(itertools.compress(args, _inexact(args)))
         if kind_of(eqn) == "custom_jvp":
             return jax.jvp(run, wanted, wanted)[0]
@@ -276,7 +278,8 @@ def _rule(eqn: JaxprEqn, axes: RankAxes) -> Derivative | None:
 
     whole = [] if axes.whole is None or not own.empty else [_untyped(axes.whole.abstract_mesh), axes.whole.abstract_mesh]
     for mesh in (own, *whole):
-        make = jax.make_jaxpr(functools.partial(derivative, mesh), axis_env=axes.env)
+        of_inexact = _of_inexact(eqn if mesh is own else in_mesh(eqn, mesh))
+        make = jax.make_jaxpr(functools.partial(derivative, of_inexact), axis_env=axes.env)
         try:
             return Derivative(traced_inside(mesh, (), lambda make=make: make(*varying_shapes(eqn.invars))).jaxpr, mesh)
         except NameError:
@@ -307,14 +310,7 @@ def _of_inexact(eqn: JaxprEqn) -> Callable[[Sequence[jax.Array]], Callable[..., 
 
 def _mentions(jaxpr: Jaxpr) -> bool:
     """Whether any equation names a mesh or an axis of one."""
-    return any(
-        not mesh_of(eqn).empty
-        or constraint_of(eqn) is not None
-        or shard_map_of(eqn) is not None
-        or named_axes(eqn)
-        or any(map(_mentions, inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+    return divides(jaxpr.eqns) or any(not mesh_of(eqn).empty or named_axes(eqn) for eqn in all_equations(jaxpr.eqns))
 
 
 def axes_named(eqns: Iterable[JaxprEqn]) -> set[str]:
@@ -329,18 +325,12 @@ def axes_named(eqns: Iterable[JaxprEqn]) -> set[str]:
 
 def divides(eqns: Iterable[JaxprEqn]) -> bool:
     """Whether equations say that values are divided among the devices of a rank."""
-    return any(
-        constraint_of(eqn) is not None or shard_map_of(eqn) is not None or any(divides(inner.eqns) for inner in inner_jaxprs(eqn))
-        for eqn in eqns
-    )
+    return any(constraint_of(eqn) is not None or shard_map_of(eqn) is not None for eqn in all_equations(eqns))
 
 
 def maps(eqns: Iterable[JaxprEqn]) -> bool:
     """Whether any of the equations, or any equation inside them, is a ``jax.shard_map``."""
-    return any(shard_map_of(eqn) is not None or any(maps(inner.eqns) for inner in inner_jaxprs(eqn)) for eqn in eqns)
-
-
-Lines = tuple[list[JaxprEqn], Sequence[Atom]]  # Equations, and what stands for the results of the one that they are made of
+    return any(shard_map_of(eqn) is not None for eqn in all_equations(eqns))
 
 
 @dataclass(frozen=True)
@@ -354,90 +344,101 @@ class _Scope:
     blocks: Mapping[str, int] = field(default_factory=dict)  # axes of maps around it that run block by block here; their sizes
 
 
-class _Mover:
-    """Copies jaxprs for the mesh of a rank."""
+class _Mover(Interpreter[Atom]):
+    """Copies jaxprs for the mesh of a rank; its values are what stands for variables there."""
+
+    enters = frozenset()  # of an equation with functions inside it, these are moved as all its parameters are
 
     def __init__(self, axes: RankAxes, rules: Rules):
+        super().__init__()
         self._rules = rules
-        self._sizes, self._env, self._outside = dict(axes.outside or ()) | axes.sizes, axes.env, axes.apart
+        self._sizes, self._env, self._outside = dict(axes.outside or ()) | axes.sizes, axes.env, axes.manual
         self._axis = {name: axis for name, axis, _ in axes.names}
         self._count = {name: size for name, _, size in axes.names} | self._sizes
         self._known: dict[Hashable, Jaxpr] = {}
         self._contexts: dict[tuple[Hashable, AbstractMesh], JaxprEqn] = {}
+        self._scope = _Scope(axes.rank)  # of the equations that are copied now
+        self._lines: list[JaxprEqn] = []  # the copies, in the jaxpr that is made now
 
-    def moved(self, jaxpr: Jaxpr, scope: _Scope) -> Jaxpr:
-        """A jaxpr as it stands in ``scope``; made once."""
+    @contextmanager
+    def _within(self, scope: _Scope, lines: list[JaxprEqn]) -> Iterator[None]:
+        around = self._scope, self._lines
+        self._scope, self._lines = scope, lines
+        yield
+        self._scope, self._lines = around
+
+    def moved(self, jaxpr: Jaxpr, scope: _Scope | None = None) -> Jaxpr:
+        """A jaxpr as it stands in a scope, unless one is given in that of what is around it; made once."""
+        scope = scope or self._scope
         key = jaxpr, scope.mesh, frozenset(scope.gone), scope.in_rule, scope.checked, frozenset(scope.blocks)
         if key not in self._known:
-            atoms: dict[Var, Atom] = {var: self._fresh(var, scope) for var in (*jaxpr.constvars, *jaxpr.invars)}
-            inputs, split = list(atoms.values()), len(jaxpr.constvars)
-            eqns, outputs = self._body(jaxpr, scope, atoms)
-            ends = {"constvars": inputs[:split], "invars": inputs[split:], "outvars": list(outputs)}
+            eqns, split = list[JaxprEqn](), len(jaxpr.constvars)
+            with self._within(scope, eqns):
+                inputs: list[Leaf] = list(map(self._fresh, (*jaxpr.constvars, *jaxpr.invars)))
+                outputs = self.call(jaxpr, inputs)
+            ends = {"constvars": inputs[:split], "invars": inputs[split:], "outvars": outputs}
             self._known[key] = jaxpr.replace(**ends, eqns=eqns, effects=self._bound(jaxpr.effects))
         return self._known[key]
 
-    def _body(self, jaxpr: Jaxpr, scope: _Scope, atoms: dict[Var, Atom]) -> Lines:
-        """The equations of a jaxpr and its results, where ``atoms`` stand for its inputs."""
-        lines: list[JaxprEqn] = []
+    def opened(self, body: Jaxpr) -> Body:
+        """What is needed of a function, for nobody reads what an ``init`` computes of its inputs; its constants are arguments."""
+        needed = needed_of(body.eqns, body.outvars, lambda eqn: not all(map(is_named, eqn.effects)))
+        return Body((*body.constvars, *body.invars), body.outvars, [body.eqns[i] for i in needed])
 
-        def resolved(given: Iterable[Atom]) -> list[Leaf]:
-            return [self._fresh(atom, scope) if isinstance(atom, Literal) else atoms[atom] for atom in given]
+    def number(self, atom: Literal) -> Atom:
+        """A number where the mesh of a rank is in force."""
+        return self._fresh(atom)
 
-        for eqn in _needed(jaxpr):
-            eqns, results = self._lines(eqn.replace(invars=resolved(eqn.invars)), eqn, scope)
-            lines += eqns
-            atoms.update(zip(eqn.outvars, results, strict=True))
-        return lines, resolved(jaxpr.outvars)
-
-    def _lines(self, eqn: JaxprEqn, before: JaxprEqn, scope: _Scope) -> Lines:
-        """What becomes of an equation, which is ``before`` with operands of a rank."""
-        mapped, sharding, names = shard_map_of(eqn), constraint_of(eqn), named_axes(eqn)
+    def plain(self, eqn: JaxprEqn, values: list[Atom]) -> Sequence[Atom]:
+        """What stands for the results of an equation."""
+        before, eqn = eqn, eqn.replace(invars=values)
+        mapped, sharding, names, plain = shard_map_of(eqn), constraint_of(eqn), named_axes(eqn), called(eqn, CUSTOM_RULES)
         if mapped is not None:
-            return self._map(eqn, mapped, scope)
+            return self._map(eqn, mapped)
         if sharding is not None:
-            return self._constraint(eqn, sharding, scope)
+            return self._constraint(eqn, sharding)
         if names:
-            return self._collective(eqn, names, scope)
-        plain = called(eqn, CUSTOM_RULES)
-        if plain is not None and (scope.in_rule or _function(eqn) in self._rules or not mesh_of(before).empty):
-            return self._custom(eqn, plain, before, scope)
-        new = with_params(eqn, lambda name, value: self._parameter(name, value, scope))
-        return self._told(new, scope)
+            return self._collective(eqn, names)
+        if plain is not None and (self._scope.in_rule or _function(eqn) in self._rules or not mesh_of(before).empty):
+            return self._custom(eqn, plain, before)
+        return self._on_rank(with_params(eqn, self._parameter))
 
-    def _told(self, eqn: JaxprEqn, scope: _Scope) -> Lines:
+    def _on_rank(self, eqn: JaxprEqn) -> Sequence[Atom]:
         """An equation with the mesh of a rank in force."""
+        scope = self._scope
         key = eqn.ctx, scope.mesh
         context = self._contexts[key] = self._contexts.get(key) or in_mesh(eqn, scope.mesh)
-        outs = [self._fresh(var, scope) for var in eqn.outvars]
+        outs = [self._fresh(var) for var in eqn.outvars]
         new = eqn.replace(outvars=outs, effects=self._bound(eqn.effects), ctx=context.ctx)
-        apart = set(scope.mesh.auto_axes)
-        if kind_of(new) in _CALLBACKS and scope.mesh.manual_axes and apart:  # they want all axes apart
+        divided = set(scope.mesh.auto_axes)
+        if kind_of(new) in _CALLBACKS and scope.mesh.manual_axes and divided:  # they want all axes manual
             call: Callable[..., Tree] = lambda *args: new.primitive.bind(*args, **new.params)  # noqa: E731
             if kind_of(new) == "io_callback" and outs:
                 rule = "where a rank has replicas and shards, a callback with effects has no results"
                 fix = "return nothing from it; or use jax.pure_callback, which may be called once on each device"
                 raise _error(eqn, rule, f"jax.experimental.io_callback with {len(outs)} results", fix)
-            call = call if kind_of(new) == "pure_callback" else _on_the_first(call, tuple(apart))
+            call = call if kind_of(new) == "pure_callback" else _on_the_first(call, tuple(divided))
             whole = PartitionSpec()
-            run = jax.shard_map(call, in_specs=whole, out_specs=whole, axis_names=apart, check_vma=False)
-            return self._made(eqn, run, scope)
-        return [new], outs
+            run = jax.shard_map(call, in_specs=whole, out_specs=whole, axis_names=divided, check_vma=False)
+            return self._made(eqn, run)
+        self._lines.append(new)
+        return outs
 
-    def _custom(self, eqn: JaxprEqn, plain: ClosedJaxpr, before: JaxprEqn, scope: _Scope) -> Lines:
+    def _custom(self, eqn: JaxprEqn, plain: ClosedJaxpr, before: JaxprEqn) -> Sequence[Atom]:
         """A function with a derivative of its own, whose rule is traced now: later it would be with another mesh in force."""
         rule = self._rules.get(_function(eqn))
         mesh, avals = mesh_of(before) if rule is None else rule.mesh, varying_shapes(before.invars)
-        primal = jaxpr_as_fun(ClosedJaxpr(self.moved(plain.jaxpr, scope), plain.consts))
-        if scope.in_rule:  # nobody differentiates twice
-            return self._made(eqn, primal, scope)
+        primal = jaxpr_as_fun(ClosedJaxpr(self.moved(plain.jaxpr), plain.consts))
+        if self._scope.in_rule:  # nobody differentiates twice
+            return self._made(eqn, primal)
         varies, of_inexact = _inexact(avals), _of_inexact(eqn if rule is None else in_mesh(eqn, mesh))
 
         def moved(function: Callable[..., Tree], *args: Tree) -> tuple[Callable[..., list[jax.Array]], Tree]:
             make = jax.make_jaxpr(function, axis_env=self._env, return_shape=True)
-            closed, shapes = traced_inside(mesh, scope.checked, lambda: make(*args))
+            closed, shapes = traced_inside(mesh, self._scope.checked, lambda: make(*args))
             shapes = jax.tree.structure(shapes).unflatten(varying_shapes(closed.jaxpr.outvars))
-            body = self.moved(closed.jaxpr, replace(scope, in_rule=True))
-            if wrong := [name for name in scope.blocks if _of_a_map(name) in axes_named(body.eqns)]:
+            body = self.moved(closed.jaxpr, replace(self._scope, in_rule=True))
+            if wrong := [name for name in self._scope.blocks if _of_a_map(name) in axes_named(body.eqns)]:
                 rule = "in a map, a derivative of one's own has collectives over axes of a rank, and no other"
                 raise _error(eqn, rule, f"the axis {wrong[0]!r}", "leave the axis out there, or the function out of the map")
             return jaxpr_as_fun(ClosedJaxpr(body, closed.consts)), shapes
@@ -467,44 +468,49 @@ class _Mover:
                 return tuple(next(supply) if want else None for want in varies)
 
             function.defvjp(kept, pulled)
-        return self._made(eqn, function, scope)
+        return self._made(eqn, function)
 
-    def _made(self, eqn: JaxprEqn, function: Callable[..., Tree], scope: _Scope) -> Lines:
+    def _made(self, eqn: JaxprEqn, function: Callable[..., Tree]) -> Sequence[Atom]:
         """The equations of a function of an equation's operands, in the equation's module."""
-        checked = set(map(self._own, scope.checked)).intersection(scope.mesh.manual_axes).difference(self._outside)
+        scope = self._scope
+        checked = set(map(self._rank_axis, scope.checked)).intersection(scope.mesh.manual_axes).difference(self._outside)
         env = self._env
         if scope.blocks:  # where nothing is checked
             checked = set[str]()
             shards = [(name, self._sizes[name]) for name in scope.mesh.manual_axes if name not in dict(env)]
             env = (*env, *shards, *((_of_a_map(name), size) for name, size in scope.blocks.items()))
         eqns, results = traced_inside(scope.mesh, checked, lambda: equations_of(function, eqn.invars, env))
-        return [each.replace(source_info=eqn.source_info) for each in eqns], results
+        self._lines += [each.replace(source_info=eqn.source_info) for each in eqns]
+        return results
 
-    def _parameter(self, name: str, value: Tree, scope: _Scope) -> Tree:
+    def _parameter(self, name: str, value: Tree) -> Tree:
         if isinstance(value, ClosedJaxpr):
-            return ClosedJaxpr(self.moved(value.jaxpr, scope), value.consts)
+            return ClosedJaxpr(self.moved(value.jaxpr), value.consts)
         if isinstance(value, Jaxpr):
-            return self.moved(value, scope)
+            return self.moved(value)
         if isinstance(value, (Mesh, AbstractMesh)):
-            return scope.mesh
+            return self._scope.mesh
         if isinstance(value, NamedSharding):
             return _UNSPECIFIED if name in ("in_shardings", "out_shardings") else None
         if is_typed(value):  # a kernel says so of its results and of the blocks of its operands
-            return aval_of(self._fresh(Var(value), scope))
+            return aval_of(self._fresh(Var(value)))
         return value
 
-    def _constraint(self, eqn: JaxprEqn, sharding: Sharding, scope: _Scope) -> Lines:
-        """A constraint over the axes of a rank; none where these have one device each, or are apart already."""
-        operand = eqn.invars[0]
-        spec = self._spec(eqn, sharding.spec, sharding.mesh.shape, scope) if isinstance(sharding, NamedSharding) else None
-        if spec is None or not [name for name in scope.mesh.auto_axes if self._divides(name)]:
-            return [], [operand]
-        return self._made(eqn, lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(scope.mesh, spec)), scope)
+    def _constraint(self, eqn: JaxprEqn, sharding: Sharding) -> Sequence[Atom]:
+        """A constraint over the axes of a rank; none where these have one device each, or are manual already."""
+        operands = eqn.invars[:1]
+        if not isinstance(sharding, NamedSharding):
+            return operands
+        spec = self._spec(eqn, sharding.spec, sharding.mesh.shape, self._scope.blocks)
+        if not [name for name in self._scope.mesh.auto_axes if self._divides(name)]:
+            return operands
+        return self._made(eqn, lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(self._scope.mesh, spec)))
 
-    def _map(self, eqn: JaxprEqn, mapped: ShardMap, scope: _Scope) -> Lines:
+    def _map(self, eqn: JaxprEqn, mapped: ShardMap) -> Sequence[Atom]:
+        scope = self._scope
         sizes = mapped.mesh.shape
-        mine = [name for name in mapped.manual if self._divides(name) and self._own(name) not in scope.mesh.manual_axes]
-        mine = [name for name in mine if sizes[name] == self._sizes[self._own(name)]]
+        mine = [name for name in mapped.manual if self._divides(name) and self._rank_axis(name) not in scope.mesh.manual_axes]
+        mine = [name for name in mine if sizes[name] == self._sizes[self._rank_axis(name)]]
         named = {name for spec in mapped.specs for entry in spec for name in axis_names(entry)}.union(axes_named(mapped.body.eqns))
         able = named.intersection(mapped.manual).difference(mine)
         blocks = {name: size for name, size in sizes.items() if name in able and size > 1}
@@ -518,24 +524,25 @@ class _Mover:
         gone = {**scope.gone, **{name: sizes[name] for name in mapped.manual.difference(mine) if name not in blocks}}
         inside = replace(scope, gone=gone, checked=checked, blocks={**scope.blocks, **blocks})
         if not mine and not blocks:
-            inputs = zip((*mapped.body.constvars, *mapped.body.invars), eqn.invars, strict=True)
-            return self._body(mapped.body, inside, dict(inputs))
-        inside = replace(inside, mesh=scope.mesh.update_axis_types(dict.fromkeys(map(self._own, mine), AxisType.Manual)))
-        specs = tuple(self._spec(eqn, spec, sizes, replace(scope, blocks=inside.blocks)) for spec in mapped.specs)
-        manual = frozenset(map(self._own, mine))
+            with self._within(inside, self._lines):
+                return self.call(mapped.body, eqn.invars)
+        inside = replace(inside, mesh=scope.mesh.update_axis_types(dict.fromkeys(map(self._rank_axis, mine), AxisType.Manual)))
+        specs = tuple(self._spec(eqn, spec, sizes, inside.blocks) for spec in mapped.specs)
+        manual = frozenset(map(self._rank_axis, mine))
         if inside.blocks:
             run: Callable[..., Tree] = jaxpr_as_fun(ClosedJaxpr(self.moved(mapped.body, inside), ()))
             ins, outs = specs[: len(eqn.invars)], specs[len(eqn.invars) :]
             if mine:
                 run = jax.shard_map(run, in_specs=ins, out_specs=list(outs), axis_names=set(manual), check_vma=False)
-            return self._made(eqn, _by_blocks(run, mapped.specs, sizes, blocks), scope)
+            return self._made(eqn, _by_blocks(run, mapped.specs, sizes, blocks))
         new = ShardMap(self.moved(mapped.body, inside), scope.mesh, specs, manual, mapped.checked)
-        return self._told(with_shard_map(eqn, new), scope)
+        return self._on_rank(with_shard_map(eqn, new))
 
-    def _collective(self, eqn: JaxprEqn, names: Sequence[str], scope: _Scope) -> Lines:
+    def _collective(self, eqn: JaxprEqn, names: Sequence[str]) -> Sequence[Atom]:
+        scope = self._scope
         kind = kind_of(eqn)
         if scope.blocks and kind in _VARYING:
-            return [], eqn.invars
+            return eqn.invars
         if found := [name for name in names if name in scope.blocks]:
             others = [name for name in names if name not in scope.blocks]
             if others and kind not in _REDUCTIONS:
@@ -545,22 +552,19 @@ class _Mover:
                 )
                 raise _error(eqn, rule, f"{kind} over {', '.join(map(repr, names))}", "call one collective for each axis")
             eqn = _renamed(eqn, [_of_a_map(name) for name in found])
-            lines, results = self._told(eqn, scope)
-            if not others:
-                return lines, results
-            more, results = self._collective(_renamed(eqn, others).replace(invars=list(results)), others, scope)
-            return lines + more, results
+            results = self._on_rank(eqn)
+            return self._collective(_renamed(eqn, others).replace(invars=list(results)), others) if others else results
         if scope.blocks:
             eqn = _renamed(eqn, names)
         wrong = [name for name in names if scope.gone.get(name, 1) > 1]
         if wrong and kind not in _VARYING:
             rule = "a collective inside shard_map is one between the shards of a rank"
             outside = "leave the axis out of axis_names, and call the collective outside of shard_map"
-            fix = outside if self._own(wrong[0]) == DATA else _FIX
+            fix = outside if self._rank_axis(wrong[0]) == DATA else _FIX
             raise _error(eqn, rule, f"{kind.removesuffix('_invariant')} over {wrong[0]!r}", fix)
         kept = [name for name in names if name not in scope.gone and self._divides(name)]
-        own = tuple(dict.fromkeys(map(self._own, kept)))
-        counts = {axis: math.prod(self._count[name] for name in kept if self._own(name) == axis) for axis in own}
+        own = tuple(dict.fromkeys(map(self._rank_axis, kept)))
+        counts = {axis: math.prod(self._count[name] for name in kept if self._rank_axis(name) == axis) for axis in own}
         parts = [axis for axis in own if counts[axis] != self._sizes[axis]]
         if parts or (kept and len(own) < len(names) and "axes" not in eqn.params):
             rule = "a collective is over all axes that stand for the same axis of a rank, and no other"
@@ -569,58 +573,48 @@ class _Mover:
         if kept:
             name = "axes" if "axes" in eqn.params else "axis_name"
             value = own if isinstance(eqn.params[name], tuple) else own[0]
-            return self._told(eqn.replace(params={**eqn.params, name: value}), scope)
+            return self._on_rank(eqn.replace(params={**eqn.params, name: value}))
         if kind in _VARYING or kind in _REDUCTIONS:
-            return [], eqn.invars
+            return eqn.invars
         bind: Callable[..., Tree] = lambda *args: eqn.primitive.bind(*args, **eqn.params)  # noqa: E731
         for name in names:  # of one device each
             bind = _alone(bind, name)
-        return self._made(eqn, bind, scope)
+        return self._made(eqn, bind)
 
-    def _spec(self, eqn: JaxprEqn, spec: PartitionSpec, sizes: Mapping[str, int], scope: _Scope) -> PartitionSpec:
-        """A sharding over the axes of a rank that are not apart."""
+    def _spec(self, eqn: JaxprEqn, spec: PartitionSpec, sizes: Mapping[str, int], blocks: Mapping[str, int]) -> PartitionSpec:
+        """A sharding over the axes of a rank that are not manual."""
         wrong = [
             name
             for given in spec
             for name in axis_names(given)
-            if self._own(name) not in (*self._sizes, PIPE, DATA, MODEL) and sizes[name] > 1 and name not in scope.blocks
+            if self._rank_axis(name) not in (*self._sizes, PIPE, DATA, MODEL) and sizes[name] > 1 and name not in blocks
         ]
         if wrong and self._sizes:
             rule = f"inside a stage, values are sharded over the axes of a rank: {', '.join(map(repr, self._sizes))}"
             raise _error(eqn, rule, f"the axis {wrong[0]!r}")
 
         def entry(given: Tree) -> Tree:
-            names = dict.fromkeys(self._own(name) for name in axis_names(given) if self._divides(name) and name not in scope.blocks)
-            own = tuple(name for name in names if name not in scope.mesh.manual_axes)
+            names = dict.fromkeys(self._rank_axis(name) for name in axis_names(given) if self._divides(name) and name not in blocks)
+            own = tuple(name for name in names if name not in self._scope.mesh.manual_axes)
             return given if given is PartitionSpec.UNCONSTRAINED else own or None
 
         return PartitionSpec(*map(entry, spec))
 
     def _divides(self, name: str) -> bool:
         """Whether a rank has several devices along an axis."""
-        return self._sizes.get(self._own(name), 1) > 1
+        return self._sizes.get(self._rank_axis(name), 1) > 1
 
-    def _own(self, name: str) -> str:
+    def _rank_axis(self, name: str) -> str:
         """What an axis is called on a rank."""
         return self._axis.get(name, name)
 
-    def _fresh(self, atom: Atom, scope: _Scope) -> Leaf:
-        divided = (lambda _: False) if scope.blocks else self._divides
-        return on_mesh(atom, scope.mesh, lambda names: [self._own(name) for name in names if divided(name)])
+    def _fresh(self, atom: Atom) -> Leaf:
+        divided = (lambda _: False) if self._scope.blocks else self._divides
+        return on_mesh(atom, self._scope.mesh, lambda names: [self._rank_axis(name) for name in names if divided(name)])
 
     def _bound(self, effects: Iterable[_T]) -> frozenset[_T]:
         """The effects without those that name an axis which programs on a rank do not have."""
         return frozenset(each for each in effects if self._divides(getattr(each, "name", "") or "") or not is_named(each))
-
-
-def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """The equations whose results somebody reads, or that have effects: what an ``init`` computes of its inputs nobody reads."""
-    read, kept = set(variables(jaxpr.outvars)), list[JaxprEqn]()
-    for eqn in reversed(jaxpr.eqns):
-        if not all(map(is_named, eqn.effects)) or not read.isdisjoint(eqn.outvars):
-            kept.append(eqn)
-            read.update(variables(eqn.invars))
-    return kept[::-1]
 
 
 _VARYING = frozenset({"pvary", "pcast"})  # Kinds that say along which axes a value varies, and do nothing

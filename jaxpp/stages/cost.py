@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from jaxpp.stages.jaxpr import FREE, inner_jaxprs, kind_of, length_of, terms
+from jaxpp.stages.jaxpr import FREE, all_equations, kind_of, terms, work_of
 from jaxpp.types import DType
 
 
@@ -20,24 +20,24 @@ def count_bytes(aval: object) -> int:
     return size * (8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize)
 
 
-def count_flops(eqn: JaxprEqn) -> float:
+def count_flops(eqn: JaxprEqn, *, elementwise: bool = True) -> float:
     """Floating-point operations of one equation, looking into loops, branches and calls."""
-    results = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
-    summed = terms(eqn)
+    results, summed = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars), terms(eqn)
     if summed is not None:
         return 2.0 * results * summed
-    inner = [sum(map(count_flops, jaxpr.eqns)) for jaxpr in inner_jaxprs(eqn)]
-    if inner:
-        length = length_of(eqn)
-        return max(inner) * (1 if length is None else length)
-    return 0.0 if kind_of(eqn) in FREE else float(results)
+    inside = work_of(eqn, lambda body: sum(count_flops(each, elementwise=elementwise) for each in body.eqns))
+    if inside is not None:
+        return inside
+    return float(results) if elementwise and kind_of(eqn) not in FREE else 0.0
+
+
+def product_flops(eqn: JaxprEqn) -> float:
+    """Those of its matrix products and convolutions alone."""
+    return count_flops(eqn, elementwise=False)
 
 
 def coarsest_dtype(eqns: Iterable[JaxprEqn]) -> DType | None:
     """The floating type with the fewest digits that is computed with, looking into loops and calls; None without any."""
-    dtypes: list[DType] = []
-    for eqn in eqns:
-        dtypes += [getattr(var.aval, "dtype", None) for var in eqn.outvars]
-        dtypes += [coarsest_dtype(jaxpr.eqns) for jaxpr in inner_jaxprs(eqn)]
+    dtypes = (getattr(var.aval, "dtype", None) for eqn in all_equations(eqns) for var in eqn.outvars)
     floating = [dtype for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jnp.floating)]
     return max(floating, key=lambda dtype: jnp.finfo(dtype).eps, default=None)

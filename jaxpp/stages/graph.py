@@ -5,26 +5,27 @@ Stages, the halves of a pullback, and the parts of an optimizer update are all s
 each equation and returns a ``Piece`` for each colour. An equation of colour None is repeated in every piece that needs it (a mask).
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jaxpp.stages.axes import AxisEnv, RankAxes, axes_named, divides, moved, rules_in
+from jaxpp.stages.interpreter import Interpreter
 from jaxpp.stages.jaxpr import (
     CALLS,
     CHECKPOINTS,
     CUSTOM_RULES,
     Atom,
     Checkpoint,
-    called,
     checkpoint_like,
     equations_of,
     function_of,
     kind_of,
     module_path,
+    needed_of,
     new_variable,
     variables,
     without_refs,
@@ -73,37 +74,46 @@ class Piece:
     outputs: tuple[Var, ...] = ()
 
 
-class Rewriter:
-    """Copies the equations of a graph one by one; values may be replaced by others on the way."""
+class Rewriter(Interpreter[Atom]):
+    """Copies the equations of a graph one by one; its values are what stands for others now, where they are replaced on the way."""
+
+    enters = frozenset()
 
     def __init__(self) -> None:
+        super().__init__()
         self.eqns: list[JaxprEqn] = []
         self.names: list[str] = []
-        self.replaced: dict[Var, Atom] = {}
+        self.name = ""  # the module path of what is added
 
-    def resolve(self, atom: Atom) -> Atom:
+    def read(self, atom: Atom) -> Atom:
         """What stands for a value now."""
-        return atom if isinstance(atom, Literal) else self.replaced.get(atom, atom)
+        return atom if isinstance(atom, Literal) else self.values.get(atom, atom)
 
-    def resolved(self, eqn: JaxprEqn) -> JaxprEqn:
-        """An equation that reads what stands for its operands now."""
-        return eqn.replace(invars=list(map(self.resolve, eqn.invars)))
+    def plain(self, eqn: JaxprEqn, values: list[Atom]) -> Sequence[Atom]:
+        """What stands for the results of an equation: they themselves, unless a subclass says otherwise."""
+        return self.emit(eqn.replace(invars=values))
 
-    def emit(self, eqn: JaxprEqn, name: str) -> None:
-        """Add an equation of the module path ``name``."""
+    def emit(self, eqn: JaxprEqn) -> Sequence[Var]:
+        """Add an equation."""
         self.eqns.append(eqn)
-        self.names.append(name)
+        self.names.append(self.name)
+        return eqn.outvars
 
-    def call(self, function: Callable[..., Tree], args: Sequence[Atom], name: str) -> list[Atom]:
+    def compute(self, function: Callable[..., Tree], args: Sequence[Atom]) -> list[Atom]:
         """Add the equations that compute ``function``, and return its results."""
         eqns, results = equations_of(function, args)
         for eqn in eqns:
-            self.emit(eqn, name)
+            self.emit(eqn)
         return results
+
+    def follow(self, graph: Graph) -> None:
+        """Copy the equations of a graph."""
+        for eqn, self.name in zip(graph.eqns, graph.names, strict=True):
+            self.step(eqn)
 
     def graph(self, old: Graph) -> Graph:
         """The graph that is rewritten from another, without what nobody needs."""
-        outputs = tuple(map(self.resolve, old.outputs))
+        outputs = tuple(map(self.read, old.outputs))
         return live(replace(old, eqns=tuple(self.eqns), names=tuple(self.names), outputs=outputs))
 
 
@@ -139,7 +149,7 @@ def trace(
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     whole = Graph((), (), tuple(closed.jaxpr.invars), tuple(closed.jaxpr.outvars), constants, env, *said)
     flat = _Flattener(constants, CALLS | CUSTOM_RULES if opened else CALLS)
-    flat.add(closed.jaxpr, "")
+    flat.walk(closed.jaxpr.eqns)
     return flat.graph(whole), shapes
 
 
@@ -151,51 +161,41 @@ def inline_remat(graph: Graph) -> tuple[Graph, Checkpoint | None]:
         return graph, None
     constants = dict(graph.constants)
     flat = _Flattener(constants, CALLS | CHECKPOINTS)
-    for eqn in graph.eqns:
-        flat.add_equation(eqn, "")
+    flat.walk(graph.eqns)
     return flat.graph(replace(graph, constants=constants)), checkpoint_like(remat[0])
 
 
 class _Flattener(Rewriter):
     """Copies equations into one list, opening calls, each opening with fresh variables (inner jaxprs are shared)."""
 
-    def __init__(self, constants: dict[Var, jax.Array], opened: Collection[str]):
+    def __init__(self, constants: dict[Var, jax.Array], opened: frozenset[str]):
         super().__init__()
-        self._constants, self._opened = constants, opened
+        self.enters, self._constants, self._depth = opened, constants, 0
 
-    def add(self, jaxpr: Jaxpr, prefix: str, fresh: bool = False) -> None:
-        for eqn in jaxpr.eqns:
-            self.add_equation(eqn, prefix, fresh)
+    def step(self, eqn: JaxprEqn) -> None:
+        around, self.name = self.name, "/".join(filter(None, (self.name, module_path(eqn))))
+        super().step(eqn)
+        self.name = around
 
-    def add_equation(self, eqn: JaxprEqn, prefix: str, fresh: bool = False) -> None:
-        name = "/".join(filter(None, (prefix, module_path(eqn))))
-        inputs = list(map(self.resolve, eqn.invars))
-        closed = called(eqn, self._opened)
-        if closed is None:
-            if fresh:
-                self.replaced.update({var: new_variable(var) for var in eqn.outvars})
-            outputs: list[Any] = [self.replaced.get(var, var) for var in eqn.outvars] if fresh else eqn.outvars
-            self.emit(eqn.replace(invars=inputs, outvars=list(outputs)), name)
-            return
-        inner = closed.jaxpr
-        for var, value in zip(inner.constvars, closed.consts, strict=True):
-            self.replaced[var] = constant = new_variable(var)
-            self._constants[constant] = value
-        self.replaced.update(zip(inner.invars, inputs, strict=True))
-        self.add(inner, name, fresh=True)
-        self.replaced.update({out: self.resolve(atom) for out, atom in zip(eqn.outvars, inner.outvars, strict=True)})
+    def constant(self, var: Var, value: jax.Array) -> Var:
+        constant = new_variable(var)
+        self._constants[constant] = value
+        return constant
+
+    def call(self, body: ClosedJaxpr, values: Sequence[Atom]) -> list[Atom]:
+        self._depth += 1
+        results = super().call(body, values)
+        self._depth -= 1
+        return results
+
+    def plain(self, eqn: JaxprEqn, values: list[Atom]) -> Sequence[Atom]:
+        outputs: list[Any] = list(map(new_variable, eqn.outvars)) if self._depth else eqn.outvars
+        return self.emit(eqn.replace(invars=values, outvars=outputs))
 
 
 def live(graph: Graph) -> Graph:
     """The graph without the equations whose results nobody needs."""
-    needed = set(variables(graph.outputs))
-    keep: list[int] = []
-    for i in reversed(range(len(graph.eqns))):
-        eqn = graph.eqns[i]
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            keep.append(i)
-            needed.update(variables(eqn.invars))
-    keep.reverse()
+    keep = needed_of(graph.eqns, graph.outputs, lambda eqn: bool(eqn.effects))
     return replace(graph, eqns=tuple(graph.eqns[i] for i in keep), names=tuple(graph.names[i] for i in keep))
 
 

@@ -170,6 +170,30 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     return [body for body in bodies if isinstance(body, Jaxpr)]
 
 
+def all_equations(eqns: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """The equations, and after each those inside it: of bodies of loops, of branches, and of what is called."""
+    for eqn in eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from all_equations(inner.eqns)
+
+
+def needed_of(eqns: Sequence[JaxprEqn], outputs: Iterable[Atom], stays: Callable[[JaxprEqn], bool]) -> list[int]:
+    """The numbers of the equations whose results somebody reads, of those that ``outputs`` are made of, or that must stay."""
+    read, kept = set(variables(outputs)), list[int]()
+    for i in reversed(range(len(eqns))):
+        if stays(eqns[i]) or not read.isdisjoint(eqns[i].outvars):
+            kept.append(i)
+            read.update(variables(eqns[i].invars))
+    return kept[::-1]
+
+
+def work_of(eqn: JaxprEqn, of_body: Callable[[Jaxpr], float]) -> float | None:
+    """What an equation with functions inside it takes: as long as the longest branch, as often as a loop runs; None without any."""
+    inner, length = list(map(of_body, inner_jaxprs(eqn))), length_of(eqn)
+    return max(inner) * (1 if length is None else length) if inner else None
+
+
 def _changed_inside(jaxpr: Jaxpr, change: Callable[[JaxprEqn], JaxprEqn]) -> Jaxpr:
     """A jaxpr with each equation changed, or, of one that is not, those of its bodies; the same one if nothing is."""
     known: dict[Jaxpr, Jaxpr] = {}
@@ -311,17 +335,12 @@ def kept_on_device(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
         if policy is None:
             return eqn
         inner = {name: _changed_inside(value, changed) for name, value in eqn.params.items() if isinstance(value, Jaxpr)}
-        said = (policy(each.primitive, *map(aval_of, each.invars), **each.params) for each in _all_equations(eqn))
+        said = (
+            policy(each.primitive, *map(aval_of, each.invars), **each.params) for each in all_equations([eqn]) if each is not eqn
+        )
         return eqn.replace(params={**eqn.params, **inner, "policy": _OnDevice(policy)}) if any(map(_offloads, said)) else eqn
 
     return _changed_inside(_EMPTY.replace(eqns=list(eqns)), changed).eqns
-
-
-def _all_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    for inner in inner_jaxprs(eqn):
-        for each in inner.eqns:
-            yield each
-            yield from _all_equations(each)
 
 
 def checkpoint_like(eqn: JaxprEqn) -> Checkpoint:
@@ -330,9 +349,11 @@ def checkpoint_like(eqn: JaxprEqn) -> Checkpoint:
     return lambda function: jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
 
-def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[jax.Array]]] | None:
-    """The branches of a ``lax.cond`` or ``lax.switch`` as functions of all operands but the first; None for anything else."""
-    return [jaxpr_as_fun(branch) for branch in eqn.params["branches"]] if kind_of(eqn) == "cond" else None
+class FunctionCall(NamedTuple):
+    """A call of a function."""
+
+    body: ClosedJaxpr
+    reads: tuple[int, ...] | None = None  # the numbers of the operands that it is given; None: of all
 
 
 class Scan(NamedTuple):
@@ -345,6 +366,57 @@ class Scan(NamedTuple):
     length: int
     reverse: bool  # whether the last iteration runs first
     unroll: int | bool  # as ``lax.scan`` takes it
+
+    def split(self, operands: Sequence[_T]) -> tuple[list[_T], list[_T], list[_T]]:
+        """The constants, what is carried, and what the loop runs over."""
+        fixed, before = self.num_fixed, self.num_before
+        return list(operands[:fixed]), list(operands[fixed:before]), list(operands[before:])
+
+
+class While(NamedTuple):
+    """A ``lax.while_loop``."""
+
+    test: ClosedJaxpr
+    body: ClosedJaxpr
+    num_tested: int  # operands that only the test reads
+    num_fixed: int  # and then those that the body reads, before what is carried
+
+    def split(self, operands: Sequence[_T]) -> tuple[list[_T], list[_T], list[_T]]:
+        """The constants of the test, those of the body, and what is carried."""
+        tested, before = self.num_tested, self.num_tested + self.num_fixed
+        return list(operands[:tested]), list(operands[tested:before]), list(operands[before:])
+
+
+class Cond(NamedTuple):
+    """A ``lax.cond`` or ``lax.switch``: its branches are functions of all operands but the first, which chooses."""
+
+    branches: tuple[ClosedJaxpr, ...]
+
+
+Inner = FunctionCall | Scan | While | Cond
+
+
+def inner_of(eqn: JaxprEqn, kinds: Collection[str]) -> Inner | None:
+    """The call, loop or choice that an equation is; None if its kind is none of ``kinds``, or its form is not known here."""
+    kind = kind_of(eqn)
+    if kind not in kinds:
+        return None
+    if kind == "scan":
+        return scan_of(eqn)
+    try:
+        if kind == "while":
+            names = ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts")
+            return While(*(eqn.params[name] for name in names))
+        if kind == "cond":
+            return Cond(tuple(eqn.params["branches"]))
+        if kind == "custom_linear_solve":
+            lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+            before = lengths.matvec + lengths.vecmat
+            return FunctionCall(solve, (*range(before, before + lengths.solve), *range(sum(lengths), len(eqn.invars))))
+    except KeyError:  # another version of JAX has other parameters
+        return None
+    body = called(eqn, kinds)
+    return None if body is None else FunctionCall(body)
 
 
 def scan_of(eqn: JaxprEqn) -> Scan | None:
@@ -360,6 +432,12 @@ def scan_of(eqn: JaxprEqn) -> Scan | None:
     before, carry = (sum(whole == inside for whole, inside in shapes) for shapes in (pairs, results))
     params = eqn.params
     return Scan(body, before, before - carry, carry, params["length"], params["reverse"], params["unroll"])
+
+
+def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[jax.Array]]] | None:
+    """The branches of a ``lax.cond`` or ``lax.switch`` as functions of all operands but the first; None for anything else."""
+    choice = inner_of(eqn, {"cond"})
+    return list(map(jaxpr_as_fun, choice.branches)) if isinstance(choice, Cond) else None
 
 
 def length_of(eqn: JaxprEqn) -> int | None:
@@ -542,13 +620,13 @@ def scatter_add_of(eqn: JaxprEqn) -> ScatterAdd | None:
 
 def multiplies(eqn: JaxprEqn) -> bool:
     """Whether an equation is a matrix product or a convolution, or has one inside."""
-    return kind_of(eqn) in _PRODUCTS or any(multiplies(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+    return any(kind_of(each) in _PRODUCTS for each in all_equations([eqn]))
 
 
 def has_kink(eqn: JaxprEqn) -> bool:
     """Whether an equation compares floating numbers, or has one inside that does: its result jumps where two are nearly equal."""
-    compares = kind_of(eqn) in _COMPARISONS and jnp.issubdtype(aval_of(eqn.invars[-1]).dtype, jnp.floating)
-    return compares or any(has_kink(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+    compared = (each for each in all_equations([eqn]) if kind_of(each) in _COMPARISONS)
+    return any(jnp.issubdtype(aval_of(each.invars[-1]).dtype, jnp.floating) for each in compared)
 
 
 def terms(eqn: JaxprEqn) -> int | None:
@@ -570,7 +648,7 @@ def is_precise(eqn: JaxprEqn) -> bool:
 
 def calls_host(eqns: Iterable[JaxprEqn]) -> bool:
     """Whether any of the equations, or any equation inside them (in a loop's body), calls a Python function on the host."""
-    return any(kind_of(eqn) in _ON_HOST or any(calls_host(inner.eqns) for inner in inner_jaxprs(eqn)) for eqn in eqns)
+    return any(kind_of(eqn) in _ON_HOST for eqn in all_equations(eqns))
 
 
 def is_ordered(eqn: JaxprEqn) -> bool:
@@ -587,11 +665,6 @@ class Window(NamedTuple):
     squeezed: bool = False  # whether the first axis, of which it takes one row, is not in the result
 
 
-def concatenated_rows(eqn: JaxprEqn) -> tuple[Atom, ...]:
-    """What a concatenation along the first axis puts end to end; nothing for any other equation."""
-    return tuple(eqn.invars) if kind_of(eqn) == "concatenate" and eqn.params["dimension"] == 0 else ()
-
-
 class Concatenation(NamedTuple):
     """What is put end to end along an axis."""
 
@@ -602,6 +675,12 @@ class Concatenation(NamedTuple):
 def concatenation_of(eqn: JaxprEqn) -> Concatenation | None:
     """The equation as a concatenation; None for any other."""
     return Concatenation(eqn.params["dimension"], tuple(eqn.invars)) if kind_of(eqn) == "concatenate" else None
+
+
+def concatenated_rows(eqn: JaxprEqn) -> tuple[Atom, ...]:
+    """What a concatenation along the first axis puts end to end; nothing for any other equation."""
+    found = concatenation_of(eqn)
+    return found.parts if found is not None and found.axis == 0 else ()
 
 
 def order_of(eqn: JaxprEqn) -> tuple[int, ...] | None:

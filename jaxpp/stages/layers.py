@@ -82,8 +82,7 @@ def split_scans(
 ) -> tuple[Graph, tuple[Layers, ...]]:
     """The graph with the loops over stacked parameters, or stacked model state leaves, split; and what they were split into."""
     splitter = _Splitter(frozenset(params), frozenset(state), per_layer, graph.env)
-    for eqn, name in zip(graph.eqns, graph.names, strict=True):
-        splitter.add(splitter.resolved(eqn), name)
+    splitter.follow(graph)
     return splitter.graph(graph), tuple(splitter.layers)
 
 
@@ -143,7 +142,8 @@ class _Splitter(Rewriter):
         self._casts: dict[Atom, JaxprEqn] = {}
         self._made: dict[Atom, list[tuple[int, Atom]]] = {}
 
-    def add(self, eqn: JaxprEqn, name: str) -> None:
+    def plain(self, eqn: JaxprEqn, values: list[Atom]) -> Sequence[Atom]:
+        eqn = eqn.replace(invars=values)
         joined = concatenated_rows(eqn)
         if joined and self._views.keys() >= set(joined):
             starts = itertools.accumulate((aval_of(atom).shape[0] for atom in joined[:-1]), initial=0)
@@ -152,18 +152,14 @@ class _Splitter(Rewriter):
         view = self._view(eqn)
         if view is not None:
             self._views[eqn.outvars[0]] = view
-        self._turn(eqn, name)
+        self._turn(eqn)
         if self._is_made(eqn):
             start, stop = (eqn.params[name][0] for name in ("start_indices", "limit_indices"))
-            self.replaced[eqn.outvars[0]] = self._rows(eqn.invars[0], start, stop, name)
-            return
+            return [self._rows(eqn.invars[0], start, stop)]
         if is_by_row(eqn) and self._is_stacked(eqn.invars[0]):
             self._casts[eqn.outvars[0]] = eqn
         loop = scan_of(eqn) if eqn.outvars else None
-        if loop is None or not self._stacked(eqn, loop):
-            self.emit(eqn, name)
-        else:
-            self._split(eqn, name, loop)
+        return self.emit(eqn) if loop is None or not self._stacked(eqn, loop) else self._split(eqn, loop)
 
     def _is_made(self, eqn: JaxprEqn) -> bool:
         """Whether an equation takes whole rows of what a loop that was split has made of each layer."""
@@ -182,7 +178,7 @@ class _Splitter(Rewriter):
             return _View(leaf, axis=self._orders[atom][order[0]])
         return _View(leaf, first, size * (grouped or 1), axis) if (grouped and not axis) or is_by_row(eqn) else None
 
-    def _turn(self, eqn: JaxprEqn, name: str) -> None:
+    def _turn(self, eqn: JaxprEqn) -> None:
         """Follow the axes of whole parameters, and of what is put together from slices of parameters along a later axis."""
         atom, order = eqn.invars[0] if eqn.invars else None, order_of(eqn)
         if isinstance(atom, Literal) or (order is None and not is_by_row(eqn)):
@@ -203,7 +199,7 @@ class _Splitter(Rewriter):
             count = aval_of(part).shape[axis]
             shape = aval_of(out).shape
             new = new_variable(out, (*shape[:at], count, *shape[at + 1 :]))
-            self.emit(without_sharding(eqn, at).replace(invars=[part], outvars=[new]), name)
+            self.emit(without_sharding(eqn, at).replace(invars=[part], outvars=[new]))
             made.append(new)
         if at:
             self._divided[out] = Concatenation(at, tuple(made))
@@ -226,24 +222,24 @@ class _Splitter(Rewriter):
             atom = self._casts[atom].invars[0]
         return atom
 
-    def _split(self, eqn: JaxprEqn, name: str, loop: Scan) -> None:
+    def _split(self, eqn: JaxprEqn, loop: Scan) -> list[Atom]:
         stacked = self._stacked(eqn, loop)
         ends = {start for var in stacked for start, _ in self._parts.get(self._origin(var), [])}
         ends = set(range(loop.length)) if self._per_layer else ends
         spans = list(itertools.pairwise(sorted(ends | {0, loop.length})))
-        consts, carry = list(eqn.invars[: loop.num_fixed]), list(eqn.invars[loop.num_fixed : loop.num_before])
-        whole = eqn.invars[loop.num_before :]
+        consts, carry, whole = loop.split(eqn.invars)
+        name = self.name
         pieces: dict[int, list[Atom]] = {}
         inner = list(filter(None, map(module_path, loop.body.jaxpr.eqns)))  # what they share names the loop
         label, *inside = (posixpath.commonpath(inner or [""]) or "scan").split("/")
         for start, stop in reversed(spans) if loop.reverse else spans:
             rows = f"{label}[{start}:{stop}]" if stop - start > 1 else f"{label}[{start}]"
-            path = "/".join(filter(None, (name, rows, *inside) if len(spans) > 1 else (name,)))
-            inputs = [self._rows(atom, start, stop, path) if len(spans) > 1 else atom for atom in whole]
+            self.name = "/".join(filter(None, (name, rows, *inside) if len(spans) > 1 else (name,)))
+            inputs = [self._rows(atom, start, stop) if len(spans) > 1 else atom for atom in whole]
             is_param = [self._is_stacked(atom) and self._origin(atom) not in self._state for atom in whole]
             eqns, results = _over(loop, [*consts, *carry, *inputs], is_param, stop - start, self._env)
             for made in eqns:
-                self.emit(made, path)
+                self.emit(made)
             carry, pieces[start] = results[: loop.num_carry], results[loop.num_carry :]
             result = next(made.outvars[0] for made in reversed(eqns) if length_of(made) is not None)
             if len(spans) > 1:
@@ -252,24 +248,25 @@ class _Splitter(Rewriter):
                 grouped = tuple(RowSpan(leaf, first + size * start, first + size * stop, axis) for leaf, first, size, axis in views)
                 self.layers.append(Layers(result, self._loops, origins, start, stop, grouped))
         self._loops += 1
-        self.replaced.update(zip(eqn.outvars[: loop.num_carry], carry, strict=True))
-        for k, var in enumerate(eqn.outvars[loop.num_carry :]):
-            self.replaced[var] = joined = _joined(self, [pieces[start][k] for start, _ in spans], name)
-            self._made[joined] = [(start, pieces[start][k]) for start, _ in spans]
+        self.name = name
+        columns = [[(start, pieces[start][k]) for start, _ in spans] for k in range(len(eqn.outvars) - loop.num_carry)]
+        whole = [_joined(self, [piece for _, piece in column]) for column in columns]
+        self._made.update(zip(whole, columns, strict=True))
+        return [*carry, *whole]
 
-    def _rows(self, atom: Atom, start: int, stop: int, name: str) -> Atom:
+    def _rows(self, atom: Atom, start: int, stop: int) -> Atom:
         """Rows of a stacked operand: the slices that hold them, if there are such slices, else cut out of the whole."""
         cast = self._casts.get(atom)
         if cast is not None:
-            rows = self._rows(cast.invars[0], start, stop, name)
+            rows = self._rows(cast.invars[0], start, stop)
             out = new_variable(atom, (stop - start, *aval_of(atom).shape[1:]))
-            self.emit(without_sharding(cast, 0).replace(invars=[rows], outvars=[out]), name)
+            self.emit(without_sharding(cast, 0).replace(invars=[rows], outvars=[out]))
             return out
         parts = [] if isinstance(atom, Literal) else self._parts.get(atom, self._made.get(atom, []))
         inside = [part for first, part in parts if start <= first and first + aval_of(part).shape[0] <= stop]
         if sum(aval_of(part).shape[0] for part in inside) < stop - start:
-            return self.call(lambda whole: jax.lax.slice_in_dim(whole, start, stop), [atom], name)[0]
-        return _joined(self, inside, name)
+            return self.compute(lambda whole: jax.lax.slice_in_dim(whole, start, stop), [atom])[0]
+        return _joined(self, inside)
 
 
 def _first_row(eqn: JaxprEqn) -> int | None:
@@ -282,8 +279,8 @@ def _first_row(eqn: JaxprEqn) -> int | None:
     return window.start[0] if window[:3] == whole else None
 
 
-def _joined(rewriter: Rewriter, parts: Sequence[Atom], name: str) -> Atom:
-    return parts[0] if len(parts) == 1 else rewriter.call(lambda *parts: jax.lax.concatenate(parts, 0), parts, name)[0]
+def _joined(rewriter: Rewriter, parts: Sequence[Atom]) -> Atom:
+    return parts[0] if len(parts) == 1 else rewriter.compute(lambda *parts: jax.lax.concatenate(parts, 0), parts)[0]
 
 
 def _over(
@@ -393,8 +390,7 @@ def rows_between(params: Sequence[Var], reads: Sequence[Read], cuts: Sequence[in
 def place_rows(graph: Graph, params: Sequence[Var]) -> Graph:
     """The graph with rows read of the slices that have them, where it reads them of parameters put together from slices."""
     placer = _Placer(frozenset(params))
-    for eqn, name in zip(graph.eqns, graph.names, strict=True):
-        placer.add(placer.resolved(eqn), name)
+    placer.follow(graph)
     return placer.graph(graph) if placer.stacks else graph
 
 
@@ -428,7 +424,8 @@ class _Placer(Rewriter):
         self._params = params
         self._numbers = _Integers()
 
-    def add(self, eqn: JaxprEqn, name: str) -> None:
+    def plain(self, eqn: JaxprEqn, values: list[Atom]) -> Sequence[Atom]:
+        eqn = eqn.replace(invars=values)
         self._numbers.add(eqn)
         joined = concatenated_rows(eqn)
         if joined and self._params.issuperset(joined):
@@ -437,34 +434,36 @@ class _Placer(Rewriter):
         results = _follow(eqn, self._numbers) if operand in self.stacks else None
         parts, size, lookup = self.stacks.get(operand, ()), grouped_rows(eqn), lookup_of(eqn)
         if len(parts) > 1 and size is not None and all(aval_of(part).shape[0] % size == 0 for part in parts):
-            self._grouped(eqn, parts, size, name)
-        elif len(parts) > 1 and lookup is not None and results is None:
-            self._found(eqn, parts, lookup, name)
-        elif results is None:
-            self.emit(eqn, name)
-        elif kind_of(eqn) in ELEMENTWISE:
+            return [self._grouped(parts, size)]
+        if len(parts) > 1 and lookup is not None and results is None:
+            return self._found(parts, lookup)
+        if results is None:
+            return self.emit(eqn)
+        if kind_of(eqn) in ELEMENTWISE:
             (out,), parts = eqn.outvars, self.stacks[operand]
-            self.stacks[out] = (out,) if len(parts) == 1 else tuple(self._elementwise(eqn, operand, part, name) for part in parts)
-            self.emit(eqn, name)
-        else:
-            for var, (start, stop, finish) in zip(eqn.outvars, results, strict=True):
-                rows = self._rows(self.stacks[operand], start, stop, eqn, name)
-                result = _joined(self, rows, name)
-                if finish is None:
-                    self.stacks[result] = tuple(rows)
-                self.replaced[var] = result if finish is None else self.call(finish, [result], name)[0]
+            self.stacks[out] = (out,) if len(parts) == 1 else tuple(self._elementwise(eqn, operand, part) for part in parts)
+            return self.emit(eqn)
+        found = []
+        for start, stop, finish in results:
+            rows = self._rows(self.stacks[operand], start, stop, eqn)
+            result = _joined(self, rows)
+            if finish is None:
+                self.stacks[result] = tuple(rows)
+            found.append(result if finish is None else self.compute(finish, [result])[0])
+        return found
 
-    def _grouped(self, eqn: JaxprEqn, parts: Sequence[Atom], size: int, name: str) -> None:
+    def _grouped(self, parts: Sequence[Atom], size: int) -> Atom:
         """Put ``size`` rows at a time together in each slice, none of which has a part of such a group."""
 
         def group(part: jax.Array) -> jax.Array:
             return part.reshape(-1, size, *part.shape[1:])
 
-        grouped = [self.call(group, [part], name)[0] for part in parts]
-        self.replaced[eqn.outvars[0]] = whole = _joined(self, grouped, name)
+        grouped = [self.compute(group, [part])[0] for part in parts]
+        whole = _joined(self, grouped)
         self.stacks[whole] = tuple(grouped)
+        return whole
 
-    def _found(self, eqn: JaxprEqn, parts: Sequence[Atom], lookup: Lookup, name: str) -> None:
+    def _found(self, parts: Sequence[Atom], lookup: Lookup) -> list[Atom]:
         """Look rows up by data in every slice, and take those of the slice that has them; of the nearest, where none has."""
         starts = list(itertools.accumulate((aval_of(part).shape[0] for part in parts), initial=0))
 
@@ -476,14 +475,14 @@ class _Placer(Rewriter):
                 found = jnp.where(is_later, lookup.rows(part, indices - start), found)
             return found
 
-        (self.replaced[eqn.outvars[0]],) = self.call(find, [lookup.indices, *parts], name)
+        return self.compute(find, [lookup.indices, *parts])
 
-    def _elementwise(self, eqn: JaxprEqn, whole: Atom | None, part: Atom, name: str) -> Var:
+    def _elementwise(self, eqn: JaxprEqn, whole: Atom | None, part: Atom) -> Var:
         out = new_variable(eqn.outvars[0], aval_of(part).shape)
-        self.emit(eqn.replace(invars=[part if atom is whole else atom for atom in eqn.invars], outvars=[out]), name)
+        self.emit(eqn.replace(invars=[part if atom is whole else atom for atom in eqn.invars], outvars=[out]))
         return out
 
-    def _rows(self, parts: Sequence[Atom], start: int, stop: int, like: JaxprEqn, name: str) -> list[Atom]:
+    def _rows(self, parts: Sequence[Atom], start: int, stop: int, like: JaxprEqn) -> list[Atom]:
         rows, first = [], 0
         for part in parts:
             size = aval_of(part).shape[0]
@@ -491,10 +490,10 @@ class _Placer(Rewriter):
             if (low, high) == (0, size):
                 rows.append(part)
             elif low < high and (sliced := sliced_like(like, part, low, high)) is not None:
-                self.emit(sliced, name)
+                self.emit(sliced)
                 rows.append(sliced.outvars[0])
             elif low < high:
-                rows += self.call(lambda part, low=low, high=high: jax.lax.slice_in_dim(part, low, high), [part], name)
+                rows += self.compute(lambda part, low=low, high=high: jax.lax.slice_in_dim(part, low, high), [part])
             first += size
         return rows
 

@@ -31,7 +31,9 @@ Role = enum.StrEnum(
 )
 PER_MICROBATCH = frozenset(map(Role, "batch key scale activation residual fetched cotangent addend rows state".split()))
 ACCUMULATED = frozenset({Role.GRAD, Role.LOSS, Role.AUX})
-SHARED = frozenset({Role.PARAM, Role.PREVIOUS, Role.OPT, Role.CONSTANT, Role.LOSS_SCALE})  # the same on all replicas of a stage
+LEAVES = frozenset({Role.PARAM, Role.PREVIOUS, Role.OPT, Role.STATE, Role.LOSS_SCALE})  # the leaves of a state
+SHARED = LEAVES - {Role.STATE} | {Role.CONSTANT}  # the same on all replicas of a stage
+HELD_LIKE = {Role.PREVIOUS: Role.PARAM, Role.ADDEND: Role.PARAM, Role.GRAD: Role.PARAM}  # what devices hold as they hold the other
 
 
 @dataclass(frozen=True, slots=True)

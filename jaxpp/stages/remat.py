@@ -2,18 +2,18 @@
 
 ``Least`` is a minimum cut: keeping a value costs its bytes, running an equation again has a price too. Keeping everything is one of
 the cuts, so no choice is worse. ``Budget`` gives matrix products a price as well, and looks for the price at which the cut has the
-bytes that the user grants (``frontier.py``). Where the backward is split, a second cut finds the cheapest values that I keeps for
+bytes that the user grants (``within``). Where the backward is split, a second cut finds the cheapest values that I keeps for
 W, and moves what is cheap in W and makes less than it reads (the gradient of a bias) into I where that keeps less.
 
 Reference: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174; the minimum cut is known from PyTorch.
 """
-# ruff: noqa: ARG002  (a policy need not look at all that it is told)
+# ruff: noqa: ARG002  (a policy need not look at all that it is given)
 
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var, jaxp
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.tracebacks import entries
 from jaxpp.stages.axes import AxisEnv
-from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.frontier import Choice, within
+from jaxpp.stages.cost import count_bytes, product_flops
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import (
     LAYOUT,
+    all_equations,
     aval_of,
     inner_jaxprs,
     kind_of,
@@ -49,7 +49,6 @@ from jaxpp.stages.repeatable import (
     is_written,
     may_repeat,
     price_of,
-    product_flops,
     repeatable,
     settled,
 )
@@ -80,6 +79,16 @@ class Keeping(Protocol):
 _Stage = TypeVar("_Stage", bound=Keeping)
 
 
+class Halves(NamedTuple):
+    """The forward of a stage, and what its backward reads of it."""
+
+    graph: Graph  # of both
+    forward: _Eqns
+    free: _Eqns  # the equations that are repeated anyway
+    held: Collection[Var]  # the inputs that are freed after the forward unless the backward needs them
+    reads: Sequence[Var]  # what the backward needs
+
+
 @dataclass(frozen=True)
 class RematPolicy:
     """What a stage's forward keeps: by itself, everything that its backward reads. Equal policies make the same programs."""
@@ -98,11 +107,8 @@ class RematPolicy:
         """One of the forms of a stage; ``build`` makes them by a policy: with loops as they are, and with those of ``loops``."""
         return min(build(self), key=lambda stage: stage.kept_bytes)
 
-    def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
-        """The equations of a ``forward`` that its backward, which needs ``reads``, runs again; ``free`` are repeated anyway.
-
-        The inputs ``held`` are let go after the forward unless the backward needs them.
-        """
+    def again(self, stage: Halves) -> set[int]:
+        """The equations of the forward that the backward runs again."""
         return set()
 
     def between(
@@ -122,9 +128,10 @@ class ByPolicy(RematPolicy):
     policy: Policy
     recomputes = True
 
-    def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
+    def again(self, stage: Halves) -> set[int]:
         """The equations whose results the policy does not keep."""
-        return {i for i in forward if not graph.eqns[i].effects and not self._keeps(graph.eqns[i])}
+        eqns = stage.graph.eqns
+        return {i for i in stage.forward if not eqns[i].effects and not self._keeps(eqns[i])}
 
     def _keeps(self, eqn: JaxprEqn) -> bool:
         try:
@@ -183,13 +190,11 @@ class Least(RematPolicy):
                 eqns[i] = eqn.replace(invars=[results[eqn.invars[0]], eqn.invars[1]])
         return replace(graph, eqns=tuple(eqns))
 
-    def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
+    def again(self, stage: Halves) -> set[int]:
         """The equations on the sink's side of the cut between what the forward has and what the backward reads."""
-        may, written = settled(graph, {*forward, *free}), self._written(graph, forward, free)
-        prices = [self._price(eqn) + self.written * size for eqn, size in zip(graph.eqns, written, strict=True)]
-        return self._cheapest(
-            graph, forward, free, held, reads, [price if ok else math.inf for price, ok in zip(prices, may, strict=True)]
-        )
+        may, written = settled(stage.graph, {*stage.forward, *stage.free}), self._written(stage)
+        rows = zip(stage.graph.eqns, may, written, strict=True)
+        return self._cheapest(stage, [self._price(eqn) + self.written * size if ok else math.inf for eqn, ok, size in rows])
 
     def _price(self, eqn: JaxprEqn) -> float:
         return price_of(eqn, self.transcendental, self.element)
@@ -197,16 +202,16 @@ class Least(RematPolicy):
     def _buffer(self, eqn: JaxprEqn) -> float:
         return _BUFFER if self.written and not is_written(eqn) else 1
 
-    def _written(self, graph: Graph, forward: _Eqns, free: _Eqns) -> list[int]:
+    def _written(self, stage: Halves) -> list[int]:
         """Bytes of the results of each equation that are written again if it is run again, because a product reads them."""
-        after = [eqn for i, eqn in enumerate(graph.eqns) if i not in forward and i not in free]
+        graph = stage.graph
+        after = [eqn for i, eqn in enumerate(graph.eqns) if i not in stage.forward and i not in stage.free]
         operands = {var for eqn in after if is_written(eqn) for var in variables(eqn.invars)}
         return [sum(count_bytes(aval_of(var)) for var in eqn.outvars if var in operands) for eqn in graph.eqns]
 
-    def _cheapest(
-        self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var], prices: Sequence[float]
-    ) -> set[int]:
+    def _cheapest(self, stage: Halves, prices: Sequence[float]) -> set[int]:
         """The equations of the forward that are run again at these prices of each; an infinite price is for what may not be."""
+        graph, forward, free, held, reads = stage
         network, available, producers = Network(), set(held), graph.producers()
         for var in held:
             network.edge(SOURCE, var, count_bytes(aval_of(var)))
@@ -287,10 +292,10 @@ class Budget(Least):
         fitting = [stage for stage in (*build(replace(self, room=room)), *fewest) if stage.kept_bytes <= room]
         return min(fitting, key=lambda stage: (stage.repeated, stage.kept_bytes))
 
-    def again(self, graph: Graph, forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]) -> set[int]:
+    def again(self, stage: Halves) -> set[int]:
         """The equations that are run again where ``room`` bytes are kept."""
-        reads, before, makers = list(reads), {*forward, *free}, graph.producers()
-        may, written = settled(graph, before, products=True), self._written(graph, forward, free)
+        graph, makers = stage.graph, stage.graph.producers()
+        may, written = settled(graph, {*stage.forward, *stage.free}, products=True), self._written(stage)
         base = [self._price(eqn) if ok else math.inf for eqn, ok in zip(graph.eqns, may, strict=True)]
         later = [1 + _LATER_COSTS * i / len(graph.eqns) for i in range(len(graph.eqns))]  # or all layers would change at one price
         written = [
@@ -301,16 +306,16 @@ class Budget(Least):
         work = [more * (product_flops(eqn) + traffic * size) for more, eqn, size in zip(later, graph.eqns, written, strict=True)]
 
         def choice(again: Collection[int]) -> Choice:
-            kept = [(var, count_bytes(aval_of(var))) for var in _kept(graph, again, forward, free, held, reads)]
+            kept = [(var, count_bytes(aval_of(var))) for var in _kept(stage, again)]
             cost = sum(size * (self._buffer(graph.eqns[makers[var]]) if var in makers else 1) for var, size in kept)
             cost += sum(self._price(graph.eqns[i]) for i in again)
             return Choice(sum(size for _, size in kept), cost, sum(work[i] for i in again), frozenset(again))
 
         def cheapest(price: float) -> Choice:
             prices = [own + price * flops for own, flops in zip(base, work, strict=True)]
-            return choice(self._cheapest(graph, forward, free, held, reads, prices))
+            return choice(self._cheapest(stage, prices))
 
-        most = choice(super().again(graph, forward, free, held, reads))
+        most = choice(super().again(stage))
         return set(within(self.room, most, cheapest(_NEXT_TO_NOTHING), cheapest).again)
 
     def _for_weights(self, graph: Graph) -> list[bool]:
@@ -318,10 +323,49 @@ class Budget(Least):
         return [ok and kind_of(eqn) not in PRODUCTS for ok, eqn in zip(may, graph.eqns, strict=True)]
 
 
-def _kept(
-    graph: Graph, again: Collection[int], forward: _Eqns, free: _Eqns, held: Collection[Var], reads: Iterable[Var]
-) -> set[Var]:
+_CLOSE = 1e-6  # a minimum cut counts in parts of its sum: by so much a corner may lie above the line
+
+
+class Choice(NamedTuple):
+    """What is done twice so that less is kept; at a price of p bytes for a unit of work, the cheapest has the least ``at(p)``.
+
+    Drawn as points (work across, cost up), the choices that are the cheapest at any price are the corners of a convex line that
+    falls to the right, and no other choice lies below it.
+    """
+
+    num_bytes: float  # that are kept
+    cost: float  # these, and what counts like bytes
+    work: float  # that is done twice, in the unit that a price is for
+    again: frozenset[int]  # what is done twice
+
+    def at(self, price: float) -> float:
+        """What the choice costs at a price for a unit of work."""
+        return self.cost + price * self.work
+
+
+def within(room: float, most: Choice, fewest: Choice, cheapest: Callable[[float], Choice]) -> Choice:
+    """The corner with the least work whose bytes are at most ``room``; that of the fewest bytes if none has so few.
+
+    Walks along the line without knowing it, and asks for the cheapest at the price at which two known corners cost the same, until
+    none lies between them.
+    ``most`` and ``fewest`` are the ends of the line: the least work, and the fewest bytes. ``cheapest`` finds the cheapest choice
+    at a price.
+    """
+    over, under = most, fewest
+    if over.num_bytes <= room or under.num_bytes > room:
+        return over if over.num_bytes <= room else under
+    while under.work > over.work and over.cost > under.cost:
+        price = (over.cost - under.cost) / (under.work - over.work)
+        found = cheapest(price)
+        if found.at(price) >= (1 - _CLOSE) * under.at(price):
+            break
+        over, under = (over, found) if found.num_bytes <= room else (found, under)
+    return under
+
+
+def _kept(stage: Halves, again: Collection[int]) -> set[Var]:
     """What the backward reads, itself or to run equations again, of the forward's results and of what the forward reads itself."""
+    graph, forward, free, held, reads = stage
     producers, pending, seen = graph.producers(), list(reads), set[Var]()
     own = {var for i in (*forward, *free) for var in variables(graph.eqns[i].invars)}.intersection(held)
     kept = set[Var]()
@@ -363,7 +407,7 @@ _LEFT = frozenset({"checkpoint", "scan", "while", "cond", "name", "shard_map"})
 
 def _is_plain(eqn: JaxprEqn) -> bool:
     floating = any(jnp.issubdtype(aval_of(var).dtype, jnp.inexact) for var in eqn.outvars)
-    return floating and not eqn.effects and not _kinds(eqn) & _LEFT and not _chooses(eqn)
+    return floating and not eqn.effects and _LEFT.isdisjoint(map(kind_of, _inside(eqn))) and not _chooses(eqn)
 
 
 def _chooses(eqn: JaxprEqn) -> bool:
@@ -372,9 +416,8 @@ def _chooses(eqn: JaxprEqn) -> bool:
     return bool(inside) and all(kind_of(inner) == "custom_vjp" for inner in inside)
 
 
-def _kinds(eqn: JaxprEqn) -> set[str]:
-    inner = [inside for jaxpr in inner_jaxprs(eqn) for inside in jaxpr.eqns]
-    return set(map(kind_of, inner)).union(*map(_kinds, inner))
+def _inside(eqn: JaxprEqn) -> list[JaxprEqn]:
+    return list(all_equations([eqn]))[1:]
 
 
 def _checkpointed(body: ClosedJaxpr, policy: Policy, env: AxisEnv) -> ClosedJaxpr:

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.jaxpr import LAYOUT, Atom, aval_of, inner_jaxprs, is_cast, kind_of, length_of, terms, variables
+from jaxpp.stages.jaxpr import LAYOUT, Atom, aval_of, is_cast, kind_of, length_of, terms, variables
 from jaxpp.types import Aval, DType
 
 TRANSCENDENTAL = frozenset(
@@ -127,16 +127,6 @@ def price_of(eqn: JaxprEqn, transcendental: float, element: float = ELEMENT) -> 
         return _REDUCED * sum(count_bytes(aval_of(var)) for var in variables(eqn.invars))
     size = sum(math.prod(aval_of(var).shape) for var in eqn.outvars)
     return size * (element * (name != "name") + transcendental * (name in TRANSCENDENTAL))
-
-
-def product_flops(eqn: JaxprEqn) -> float:
-    """FLOPs of the matrix products and convolutions of an equation, looking into loops, branches and calls."""
-    summed = terms(eqn)
-    if summed is not None:
-        return 2.0 * summed * sum(math.prod(aval_of(var).shape) for var in eqn.outvars)
-    inner = [sum(map(product_flops, jaxpr.eqns)) for jaxpr in inner_jaxprs(eqn)]
-    length = length_of(eqn)
-    return max(inner, default=0.0) * (1 if length is None else length)
 
 
 def is_decision(eqn: JaxprEqn) -> bool:

@@ -19,19 +19,19 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from jaxpp.stages.axes import RankAxes
-from jaxpp.stages.cost import count_bytes, count_flops
+from jaxpp.stages.cost import count_bytes, count_flops, product_flops
 from jaxpp.stages.estimate import CPU_RATES, Rates, seconds_of
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.floating import is_quantised
 from jaxpp.stages.graph import Graph, Piece, descendants, live, partition, trace
 from jaxpp.stages.jaxpr import CHEAP, LAYOUT, Atom, aval_of, calls_host, kind_of, shapes_of, variables
+from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import TracedLoss, cheap_values
-from jaxpp.stages.one_hot import with_one_hots
-from jaxpp.stages.program import Backward, Fused, Pack, Program, Ref, Role, packed, packs_of
-from jaxpp.stages.remat import RematPolicy
-from jaxpp.stages.repeatable import decodes, product_flops
-from jaxpp.stages.summands import Summands, summands_of
+from jaxpp.stages.program import SMALL, Backward, Fused, Pack, Program, Ref, Role, packed, packs_of
+from jaxpp.stages.remat import Halves, RematPolicy
+from jaxpp.stages.repeatable import decodes
+from jaxpp.stages.scatters import Summands, summands_of, with_one_hots
 from jaxpp.types import Aval, Tree
 
 FORWARD, BACKWARD = "forward", "backward"  # The colours of the equations of F and B
@@ -91,40 +91,50 @@ class TracedStage:
 
 
 @dataclass(frozen=True)
+class ProgramOptions:
+    """What the user, or an earlier trace, has decided about the programs of stages."""
+
+    remat: Sequence[RematPolicy] | None = None  # what the forward of each stage keeps; None: everything
+    train: bool = True  # whether there are backwards
+    cut_gradient: Collection[int] = ()  # the boundaries, s between stages s and s + 1, across which no cotangent goes
+    scaled_by: int | None = None  # the number of the loss scale's leaf that the backward starts from, if it does not start from 1
+    skips: bool = False  # whether a microbatch of weight 0 adds nothing, not even 0 times what is not finite
+    reducers: Mapping[int, Reducer] = field(default_factory=dict)  # of the aux leaves that are held, not averaged
+    packs: Sequence[tuple[Pack, ...]] | None = None  # the gradients that each stage packs, if that is decided
+    pack: bool = True  # whether small values are packed
+    state_owner: Sequence[int] | None = None  # of the model state leaves that nothing on the spine makes, if that is decided
+    rates: Rates = CPU_RATES  # of the devices, by which costs are estimated
+    speeds: Sequence[float] = ()  # how many times as fast as the narrowest rank that of each stage is; empty: all are alike
+    axes: Sequence[RankAxes] | None = None  # of the rank of each stage, where the loss names those of the widest rank
+
+
+@dataclass(frozen=True)
 class StageBuilder:
     """What is the same for every stage of a cut; ``build`` makes one stage's programs."""
 
     loss: TracedLoss
-    last: int  # the last stage
-    owner: tuple[int, ...]  # the stage of each parameter leaf
+    options: ProgramOptions
+    owner: Sequence[int]  # the stage of each parameter leaf
     homes: Mapping[Var, int]  # the stage that returns each result of the loss
+    last: int = 0  # the last stage
     crossing: Sequence[Var] = ()  # the values that cross between stages
     carried: tuple[tuple[int, ...], ...] = ()  # for each of them the stages that send its cotangent back
     made: Mapping[Var, int] = field(default_factory=dict)  # the stage that makes each of them
-    rows: frozenset[int] = frozenset()  # the aux leaves that are held, not averaged
-    packs: Sequence[tuple[Pack, ...]] | None = None  # the gradients that each stage packs, if that is decided
-    train: bool = True  # whether there are backwards
-    scaled_by: int | None = None  # the number of the loss scale's leaf that the backward starts from, if it does not start from 1
-    pack_below: int = 0  # bytes up to which values are packed
-    rates: Rates = CPU_RATES  # of the devices, by which costs are estimated
-    speeds: Sequence[float] = ()  # how many times as fast as the narrowest rank that of each stage is; empty: all are alike
-    axes: Sequence[RankAxes] | None = None  # of the rank of each stage, where the loss names those of the widest rank
-    skips: bool = False  # whether a microbatch of weight 0 adds nothing, not even 0 times what is not finite
 
-    def build(self, stage: int, piece: Piece, remat: RematPolicy) -> StageCode:
-        """The programs of the stage that runs ``piece``; ``remat`` says what its forward keeps."""
+    def build(self, stage: int, piece: Piece) -> StageCode:
+        """The programs of the stage that runs ``piece``."""
         loss, constants = self.loss, self.loss.graph.constants
-        programs = self.colored(stage, piece, remat)
+        programs = self.colored(stage, piece)
         packs: tuple[Pack, ...] = ()
-        if self.train:
-            packs = self._packs(stage, programs) if self.packs is None else self.packs[stage]
-        backward = {kind: programs.backward(kind, packs) for kind in "BIW"} if self.train else {}
+        if self.options.train:
+            packs = self._packs(stage, programs) if self.options.packs is None else self.options.packs[stage]
+        backward = {kind: programs.backward(kind, packs) for kind in "BIW"} if self.options.train else {}
         mine = set(piece.eqns)
         return StageCode(
             index=stage,
             statics=programs.statics(),
             static_does=programs.static_does(),
-            forward=programs.forward(programs.small if self.train else ()),
+            forward=programs.forward(programs.small if self.options.train else ()),
             backward={kind: program for kind, program in backward.items() if program is not None},
             fused=programs.fused(packs) if backward.get("B") else None,
             packs=packs,
@@ -136,8 +146,8 @@ class StageBuilder:
             constants=(*(constants[v] for v in piece.inputs if v in constants), *programs.traced.graph.constants.values()),
             params=tuple(sorted(ref.index for ref in programs.traced.inputs if ref.role == Role.PARAM)),
             flops=sum(cost for cost, i in zip(loss.flops, loss.spine, strict=True) if i in mine),
-            backward_flops=programs.backward_flops if self.train else 0.0,
-            costs=programs.costs(self.rates, self.speeds[stage] if self.speeds else 1.0),
+            backward_flops=programs.backward_flops if self.options.train else 0.0,
+            costs=programs.costs(self.options.rates, self.options.speeds[stage] if self.options.speeds else 1.0),
             modules=tuple(dict.fromkeys(name for i, name in zip(loss.spine, loss.modules, strict=True) if name and i in mine)),
             calls_host=calls_host(programs.traced.graph.eqns),
         )
@@ -160,10 +170,11 @@ class StageBuilder:
         results = [(ref, atom) for ref, atom in named if (self.homes[atom] if isinstance(atom, Var) else self.last) == stage]
         return _Slice(stage, piece, [refs[var] for var in piece.inputs], [*sent, *results], len(constants))
 
-    def colored(self, stage: int, piece: Piece, remat: RematPolicy) -> "StagePrograms":
+    def colored(self, stage: int, piece: Piece) -> "StagePrograms":
         """A stage's equations as its programs run them, loops checkpointed where that keeps less."""
+        remat = self.options.remat[stage] if self.options.remat else RematPolicy()
         body, graphs = self._slice(stage, piece), [self.loss.graph]
-        if self.train and self.loss.remat is None:
+        if self.options.train and self.loss.remat is None:
             graphs += remat.loops(self.loss.graph, piece.eqns)
         traces = [self._trace(body, graph) for graph in graphs]
         traces = [replace(traced, graph=remat.prepared(traced.graph)) for traced in traces]
@@ -182,8 +193,8 @@ class StageBuilder:
         run = whole.function(body.piece.eqns, body.piece.inputs, [atom for _, atom in outputs])
         avals = shapes_of(body.piece.inputs)
         results = [ref for ref, _ in outputs]
-        rank = self.axes[body.stage] if self.axes else None
-        if not self.train:
+        rank = self.options.axes[body.stage] if self.options.axes else None
+        if not self.options.train:
             graph, _ = trace(run, *avals, env=whole.env, rank=rank)
             return TracedStage(graph, tuple(inputs), tuple(results), (), ())
         wants = [
@@ -225,7 +236,7 @@ class StageBuilder:
         """The packs of the stage's own small gradients; gradients that go home to another stage are not packed."""
         own = [ref.index for ref in programs.traced.returned if ref.role == Role.PARAM and self.owner[ref.index] == stage]
         avals = shapes_of(self.loss.params[leaf] for leaf in own)
-        return packs_of([Ref(Role.GRAD, leaf) for leaf in own], avals, Ref(Role.GRAD), self.pack_below)
+        return packs_of([Ref(Role.GRAD, leaf) for leaf in own], avals, Ref(Role.GRAD), SMALL * self.options.pack)
 
 
 class StagePrograms:
@@ -233,10 +244,11 @@ class StagePrograms:
 
     def __init__(self, builder: StageBuilder, traced: TracedStage, stage: int, num_constants: int, remat: RematPolicy):
         self.traced, self.stage, self._builder = traced, stage, builder
-        graph, below = traced.graph, builder.pack_below
+        graph, options, below = traced.graph, builder.options, SMALL * builder.options.pack
         does = fingerprint(graph.eqns, [*graph.inputs, *graph.constants], graph.outputs)
         names = traced.inputs, traced.results, traced.returned, traced.seeds
-        self._does = does and (does, names, stage, builder.rows, num_constants, remat, builder.scaled_by, below, builder.skips)
+        decided = frozenset(options.reducers), num_constants, remat, options.scaled_by, below, options.skips
+        self._does = does and (does, names, stage, *decided)
         self.refs: dict[Var, Ref] = dict(zip(graph.inputs, traced.inputs, strict=True))
         self.refs |= {var: Ref(Role.CONSTANT, num_constants + k) for k, var in enumerate(graph.constants)}
         split = len(traced.results)
@@ -278,7 +290,7 @@ class StagePrograms:
         graph, forward = self.traced.graph, {i for i, color in enumerate(colors) if color == FORWARD}
         reads = [var for eqn, color in zip(graph.eqns, colors, strict=True) if color == BACKWARD for var in variables(eqn.invars)]
         held = set(graph.inputs) - self.lasting
-        return remat.again(graph, forward, self.free, held, [*reads, *variables(self._backward_atoms)])
+        return remat.again(Halves(graph, forward, self.free, held, [*reads, *variables(self._backward_atoms)]))
 
     def _held(self, piece: Piece) -> int:
         """Bytes of what a backward reads that was there before it, for this microbatch alone."""
@@ -383,7 +395,7 @@ class StagePrograms:
 
     def _results(self) -> tuple[list[Ref], dict[int, Summands]]:
         """What the forward returns besides residuals, and those of them that are added to a sum."""
-        held = {Ref(Role.AUX, leaf): Ref(Role.ROWS, leaf) for leaf in self._builder.rows}
+        held = {Ref(Role.AUX, leaf): Ref(Role.ROWS, leaf) for leaf in self._builder.options.reducers}
         outputs = [held.get(ref, ref) for ref in self.traced.results]
         atoms = [(k, self._forward_atoms[k]) for k, ref in enumerate(outputs) if ref.role in (Role.LOSS, Role.AUX)]
         return outputs, {k: Summands(_average_like(aval_of(atom)), (atom,)) for k, atom in atoms}
@@ -448,7 +460,7 @@ class StagePrograms:
         results: _Results = ((), MappingProxyType({})),
     ) -> Program:
         """A program that adds gradients to their sums, or makes the sums if it is the ``first``; ahead of them ``results`` of F."""
-        graph, traced, scaled_by = self.traced.graph, self.traced, self._builder.scaled_by
+        graph, traced, scaled_by = self.traced.graph, self.traced, self._builder.options.scaled_by
         seeds, (made, totals) = {graph.inputs[k] for k in traced.seeds}, results
         returned = [traced.returned[k] for k in chosen]
         grads = {ref: Ref(Role.GRAD, ref.index) for ref in returned if ref.role == Role.PARAM}
@@ -488,7 +500,11 @@ class StagePrograms:
         shapes += tuple(jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled)
         if not added:
             return Program(run, names, tuple(outputs), shapes, env=self.traced.graph.env)
-        skips, split, packs = self._builder.skips, len(names), [pack for pack in packs if not set(pack.members).isdisjoint(outputs)]
+        skips, split, packs = (
+            self._builder.options.skips,
+            len(names),
+            [pack for pack in packs if not set(pack.members).isdisjoint(outputs)],
+        )
         members = {ref for pack in packs for ref in pack.members}
         sums = {outputs[k]: summands.sum for k, summands in added.items() if outputs[k] not in members}
         sums |= {pack.ref: pack.aval for pack in packs}

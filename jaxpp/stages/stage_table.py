@@ -23,13 +23,13 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.cuts.head import SCOPE
 from jaxpp.stages.jaxpr import aval_of, describe
-from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
+from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, in_units, table_lines
 from jaxpp.targets import device_name, refuse_compile_only
 from jaxpp.types import Activation, Cotangent, Device, Grads, Leaf, Params, Tree
 
 
 class Pullback:
-    """Turns the cotangent of an activation into ``(grads, cotangent of its input)``, once: the call lets the residuals go."""
+    """Turns the cotangent of an activation into ``(grads, cotangent of its input)``, once: the call frees the residuals."""
 
     def __init__(self, stage: int, vjp: Callable[[Cotangent], tuple[Grads, Cotangent]]):
         self._stage = stage
@@ -85,18 +85,18 @@ class Stage:
             ``grads, cotangent = pullback(cotangent_of_activation)``, which brings its cotangent to the stage's device too.
         """
 
-        def own(leaf: Leaf) -> Leaf:  # the pullback reads it later, and the caller may change it before
+        def copied(leaf: Leaf) -> Leaf:  # the pullback reads it later, and the caller may change it before
             return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
-        def here(tree: Tree) -> Tree:
-            return jax.device_put(jax.tree.map(own, tree), self.home)
+        def on_device(tree: Tree) -> Tree:
+            return jax.device_put(jax.tree.map(copied, tree), self.home)
 
         refuse_compile_only(f"pipe.stages[{self.index}].forward", [self.home])
-        params, x, inputs = here((params, x, inputs))
+        params, x, inputs = on_device((params, x, inputs))
         if not self.trains:
             return self.function(params, x, *inputs)
         activation, vjp = jax.vjp(lambda params, x: self.function(params, x, *inputs), params, x)
-        return activation, Pullback(self.index, lambda cotangent: vjp(here(cotangent)))
+        return activation, Pullback(self.index, lambda cotangent: vjp(on_device(cotangent)))
 
 
 class Stages(Sequence[Stage]):
@@ -147,26 +147,8 @@ class Stages(Sequence[Stage]):
         return html_table(self._cells(), left=True) + html_remarks([self._summary(), *self.remarks])
 
 
-def bytes_in_words(num_bytes: float) -> str:
-    """As people say it, with four digits: ``12.35 MiB``."""
-    return _units(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
-
-
 def _flops(flops: float) -> str:
-    return _units(flops, 1000, ("", "k", "M", "G", "T", "P"))
-
-
-def flops_in_words(flops: float) -> str:
-    """As people say it, with four digits: ``12.35 GFLOP``."""
-    return _units(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
-
-
-def _units(value: float, base: int, names: Sequence[str]) -> str:
-    for name in names[:-1]:
-        if value < base:
-            return f"{value:.4g} {name}".rstrip()
-        value /= base
-    return f"{value:.4g} {names[-1]}"
+    return in_units(flops, 1000, ("", "k", "M", "G", "T", "P"))
 
 
 def tabulate(

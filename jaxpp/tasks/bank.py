@@ -27,8 +27,7 @@ from jaxpp.runtime.edges import HOST_MEMORY, check_alive, put, to_device, unalia
 from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.progress import progress
 from jaxpp.stages.jaxpr import shapes_of
-from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
+from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, table_lines
 from jaxpp.targets import refuse_compile_only
 from jaxpp.tasks.bank_files import BankFiles, Json
 from jaxpp.tasks.host_store import HostStore

@@ -6,14 +6,23 @@ through the candidates to which no other is superior in both. A candidate that r
 its mark to the cross is what the prediction missed.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpp.observe.evaluate import Parts, alone, parts
-from jaxpp.schedule.draw.canvas import INK, Axes, Entry, Figure, draw_key, group_colour, matplotlib_module, new_figure
+from jaxpp.schedule.draw.canvas import (
+    INK,
+    Axes,
+    Entry,
+    Figure,
+    draw_key,
+    group_colour,
+    matplotlib_module,
+    new_figure,
+    number_points,
+)
 from jaxpp.schedule.registry import AUTO, SCHEDULES
-from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables import bytes_in_words, unit_of_bytes
 from jaxpp.tuner.search import KNOBS, Candidate, Knob, Row, SearchResult
 
 _PARTS = {
@@ -28,13 +37,8 @@ _PARTS = {
 _ALWAYS = ("schedule", "microbatches", "stages a rank", "remat")  # told first, even of a search in which they had one value
 _SAME = 5e-4  # of a step: a difference that is none
 _WIDTH, _TALL, _MOST_LISTED = 9.375, 4.9, 19  # inches: 900 pixels of a page; lines of the list
-_DOT, _NUMBER = 30.0, 7.5  # square points of a mark; points of a number
+_DOT = 30.0  # square points of a mark
 _SHAPES = {"least": ("o", "circle"), "keep": ("D", "diamond"), "offload": ("^", "triangle"), "recompute": ("s", "square")}
-_PLACES = tuple(  # points from a mark to its number, the nearest first
-    (far * across, far * up)
-    for far in (8, 14, 20, 27)
-    for across, up in ((-1, -0.7), (1, 0.7), (1, -0.7), (-1, 0.7), (0, -1.1), (0, 1.1), (-1.2, 0), (1.2, 0))
-)
 
 
 def reasons(
@@ -199,8 +203,7 @@ def tuning_figure(rows: Sequence[Row], best: Row, hbm: int | None, width: float 
     """Draw the candidates whose memory is known; ``width`` is in inches."""
     known = [row for row in rows if row.peaks is not None]
     slow = min(row.predicted for row in known) >= 1
-    unit = bytes_in_words(max(row.peak or 0 for row in known)).rpartition(" ")[2]
-    scale = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit)
+    unit, scale = unit_of_bytes(max(row.peak or 0 for row in known))
     points = {row.candidate: _Point((row.peak or 0) / scale, (1 if slow else 1e3) * row.predicted, row) for row in known}
     line = [points[row.candidate] for row in frontier(known)]
     ran = [point for point in points.values() if point.row.measured is not None and point not in line]
@@ -229,7 +232,7 @@ def tuning_figure(rows: Sequence[Row], best: Row, hbm: int | None, width: float 
     for _ in range(2):  # the list beside the axes takes of their width
         figure.draw_without_rendering()
     figure.set_layout_engine("none")
-    _write_numbers(axes, (*line, *ran))
+    number_points(axes, [(point.x, point.y) for point in (*line, *ran)])
     return figure
 
 
@@ -283,14 +286,3 @@ def _draw(axes: Axes, points: Sequence[_Point], line: Sequence[_Point]) -> None:
         if point.row.measured is not None:
             axes.plot([point.x, point.x], [point.y, point.ran], color=INK, linewidth=0.7, zorder=2.5, label="missed")
             axes.plot([point.x], [point.ran], "x", color=INK, markersize=5, zorder=3, label="ran")
-
-
-def _write_numbers(axes: Axes, points: Sequence[_Point]) -> None:
-    written: list[tuple[float, float]] = []
-    for number, point in enumerate(points, 1):
-        x, y = axes.transData.transform((point.x, point.y)) * 72 / axes.figure.dpi
-        free = (place for place in _PLACES if all(math.dist((x + place[0], y + place[1]), at) > 12 for at in written))
-        across, up = next(free, _PLACES[0])
-        written.append((x + across, y + up))
-        style = {"textcoords": "offset points", "size": _NUMBER, "color": INK, "ha": "center", "va": "center"}
-        axes.annotate(str(number), (point.x, point.y), (across, up), **style)

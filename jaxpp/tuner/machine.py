@@ -14,7 +14,6 @@ import math
 import os
 import secrets
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +36,7 @@ from jaxpp.observe.bound import bound_of
 from jaxpp.observe.evaluate import costs_of_plan, step_seconds
 from jaxpp.observe.memory.forecast import room_of
 from jaxpp.observe.memory.liveness import Needs, liveness_of_all, program_needs, step_liveness
-from jaxpp.observe.profile.record import Company, Seen, SeenStep, Stamps
+from jaxpp.observe.profile.record import AllProcesses, Seen, SeenStep, Stamps, Steps, run_once
 from jaxpp.observe.profile.spans import durations_of
 from jaxpp.options import Options
 from jaxpp.plan.plan import Plan
@@ -55,7 +54,7 @@ from jaxpp.schedule.validate import is_count
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables import bytes_in_words
 from jaxpp.targets import compiles_only
 from jaxpp.tuner.search import KNOBS, Candidate, Family
 from jaxpp.types import Array, Batch, Device, Key, LossFn, Tree
@@ -232,7 +231,7 @@ class Devices:
         self._open_reference()
         engine = steps.engine
         pace = self._pace.timed(steps, 2 * _MEASURED if self._pace.reference is None else _MEASURED, looks=True)
-        costs = _step_costs(steps.plan, family.num_stages, pace.free, pace.apart)
+        costs = _step_costs(steps.whole_plan, family.num_stages, pace.free, pace.apart)
         if family.remat == "least":
             seconds, handed = copy_times(steps.cut, engine.placement.places)
             costs = dataclasses.replace(costs, offload=tuple(seconds), offload_dispatch=tuple(handed))
@@ -286,25 +285,27 @@ class Devices:
         raise ArgumentError("jaxpp.tune(...)", rule, got, "allow more stages or microbatches, or a smaller batch")
 
 
-class _Steps:
+class _Steps(Steps):
     """An engine and, once it runs, a state: steps that run one after another. ``variables`` makes the first parameters."""
+
+    leaves: Leaves[Array] | None
 
     def __init__(self, engine: Engine, batch: Batch, key: Key | None, variables: Callable[[], Tree]):
         self.engine, self.batch, self.key, self._variables = engine, batch, key, variables
-        self.leaves: Leaves[Array] | None = None
+        self.leaves = None
 
     @property
     def cut(self) -> CutLoss:
         return self.engine.preparer.step(self.batch, self.key).cuts[0]
 
     @cached_property
-    def plan(self) -> Plan:
-        return self.engine.plan("update", self.batch, self.key)[0] if self.engine.alone else self._company.plan
+    def whole_plan(self) -> Plan:
+        return self.engine.plan("update", self.batch, self.key)[0] if self.engine.alone else self._all_processes.plan
 
     @cached_property
-    def _company(self) -> Company:
+    def _all_processes(self) -> AllProcesses:
         self.engine.plan("update", self.batch, self.key)
-        return Company(self.engine, self.batch, self.key, align_clocks())
+        return AllProcesses(self.engine, self.batch, self.key, align_clocks())
 
     def _first(self) -> Leaves[Array]:
         engine, names, homes = self.engine, self.engine.placed.names, self.engine.placed.homes
@@ -312,16 +313,8 @@ class _Steps:
         return leaves._replace(opt=engine.make_opt_state(leaves.all_params), loss_scale=engine.make_loss_scale())
 
     def step(self, observer: Stamps | None = None) -> SeenStep:
-        leaves = self._first() if self.leaves is None else self.leaves
-        self.leaves = None
-        begun = time.perf_counter()
-        if observer is not None:
-            observer.begin()
-        outcome = self.engine.run("update", leaves, self.batch, self.key, observer=observer)
-        jax.block_until_ready(outcome)
-        ended = time.perf_counter()
-        self.leaves = outcome.state
-        return SeenStep(begun, ended, () if observer is None else tuple(observer.stamps))
+        self.leaves = self._first() if self.leaves is None else self.leaves
+        return run_once(self, observer)[0]
 
     def timed(self) -> float:
         seen = self.step()
@@ -331,7 +324,7 @@ class _Steps:
     def told(self, steps: Sequence[SeenStep]) -> list[SeenStep]:
         if self.engine.alone or not steps:
             return list(steps)
-        return list(self._company.seen(Seen(tuple(steps), "", 0.0)).steps)
+        return list(self._all_processes.seen(Seen(tuple(steps), "", 0.0)).steps)
 
 
 class _Paced(NamedTuple):

@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpp.errors import ArgumentError, JaxppError, ScheduleError
-from jaxpp.observe.evaluate import Evaluator, step_seconds
+from jaxpp.observe.evaluate import CandidateSearch, step_seconds
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
@@ -30,7 +30,7 @@ from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.registry import AUTO, SCHEDULES, make
 from jaxpp.schedule.synthesis.synthesise import synthesise
-from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables import bytes_in_words
 from jaxpp.types import Arguments
 
 _PATIENCE = 1  # seconds before a progress bar shows
@@ -278,7 +278,7 @@ def search(machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves
     with progress(after=_PATIENCE, unit="measured", total=0) as bar:
         run = _Search(machine, limits, bar)
         run.add(candidates(space))
-        if saves and limits.hbm is not None and not run.evaluator.fits(run.ordered()[0]):
+        if saves and limits.hbm is not None and not run.search.fits(run.search.quickest()[0]):
             known, saving = frozenset(run.candidates), candidates(dataclasses.replace(space, remat=_SAVES))
             run.add([candidate for candidate in saving if candidate not in known])
         run.improve(space)
@@ -288,10 +288,10 @@ def search(machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves
 class _Search:
     def __init__(self, machine: Machine, limits: Limits, bar: tqdm):
         self.machine, self.limits, self.bar = machine, limits, bar
-        self.evaluator = Evaluator(self._seconds, machine.peaks, limits.hbm)
+        self.search = CandidateSearch(self._seconds, machine.peaks, limits.hbm)
         self.candidates = list[Candidate]()
         self.costs = dict[Family, StepCosts]()
-        self.left_out = dict[Family | Candidate, JaxppError]()
+        self.left_out = self.search.left_out  # families too
         self.unseen = list[Family]()
         self.promised = dict[tuple[Candidate, Family], float]()
         self.made = set[Family]()  # for which a schedule was made to measure
@@ -321,7 +321,7 @@ class _Search:
             raise next(iter(self.left_out.values()))
         for candidate in more:
             if candidate.family in self.costs:
-                self.evaluator.seconds(candidate)
+                self.search.seconds(candidate)
 
     def _measure(self, families: Iterable[Family], *, always: bool = False) -> None:
         waiting, budget = list(families), self.limits.seconds
@@ -359,33 +359,15 @@ class _Search:
             self.promised[candidate, other] = self._seconds(candidate, guess)
         return self.promised[candidate, other]
 
-    def ordered(self) -> list[Candidate]:
-        """The candidates that were simulated, the fastest first; of equally fast ones, the one that was listed first."""
-        return sorted(self.evaluator.prices, key=self.evaluator.seconds)
-
     def _fitting(self, ordered: Iterable[Candidate]) -> list[Candidate]:
         """The first few of those that fit; what cannot be compiled is left out before any runs."""
-        found = list[Candidate]()
-        for candidate in ordered:
-            if len(found) == max(1, self.limits.num_measured):
-                break
-            if candidate not in self.left_out and self._weighed(candidate) and self.evaluator.fits(candidate):
-                found.append(candidate)
-        return found
-
-    def _weighed(self, candidate: Candidate) -> bool:
-        """Whether its peaks are known; a candidate that cannot be compiled is left out."""
-        try:
-            self.evaluator.peaks(candidate)
-        except JaxppError as error:
-            self.left_out[candidate] = error
-        return candidate not in self.left_out
+        return list(itertools.islice(self.search.fitting(ordered), max(1, self.limits.num_measured)))
 
     def improve(self, space: Space) -> None:
         """Look at what the best few become with cuts for their schedules, and schedules for their cuts; and at the best then."""
         seen = set[Candidate]()
         for _ in range(_ROUNDS):
-            ordered = self.ordered()
+            ordered = self.search.quickest()
             widths = {candidate.stages_per_rank: candidate for candidate in reversed(ordered)}  # the best of each
             for candidate in dict.fromkeys([*self._fitting(ordered), *widths.values()]):
                 if candidate not in seen:
@@ -397,7 +379,7 @@ class _Search:
         if not candidate.is_cut:  # it was predicted with the cuts of a plain schedule, and is to be with its own
             for own in self._cut(candidate):
                 self.add([own], always=True)
-                del self.evaluator.prices[candidate]
+                del self.search.prices[candidate]
         elif not self._is_spent():
             if space.own_cuts and candidate.balance == "flops":
                 cuts = self.machine.cuts(candidate)
@@ -424,7 +406,7 @@ class _Search:
     def _made(self, like: Candidate) -> Iterator[Candidate]:
         """One with a schedule made to measure, in no more memory than is there; if that is not known, than this candidate takes."""
         family, hbm = like.family._replace(splits=True), self.limits.hbm
-        if family in self.made or not (hbm is None or self._weighed(like)):
+        if family in self.made or not (hbm is None or self.search.weighed(like)):
             return
         self.made.add(family)
         self._measure([] if family in self.costs or family in self.left_out else [family])
@@ -434,23 +416,23 @@ class _Search:
         held = _residual_peaks(like.schedule, kept)
         room: Sequence[float] = [max(held)] * len(held)
         if hbm is not None:
-            room = [hbm - peak + own for peak, own in zip(self.evaluator.peaks(like), held, strict=True)]
+            room = [hbm - peak + own for peak, own in zip(self.search.peaks(like), held, strict=True)]
         for _ in range(_TRIES):
             schedule = _made_like(like.schedule, self.costs[family], kept, room)
             if schedule is None:
                 return
             made = dataclasses.replace(like, schedule=schedule)
-            if hbm is None or (self._weighed(made) and self.evaluator.fits(made)):
+            if hbm is None or (self.search.weighed(made) and self.search.fits(made)):
                 yield from self._cut(made)
                 return
-            excess = max(self.evaluator.weights.get(made, (hbm,))) - hbm
+            excess = max(self.search.weights.get(made, (hbm,))) - hbm
             room = [each - excess for each in room]
 
     def result(self, space: Space) -> SearchResult:
         steps = dict[Candidate, tuple[float, ...]]()
         self.bar.total += self.limits.num_measured
         names, made = space.schedules, self.to_measure
-        ordered = [candidate for candidate in self.ordered() if candidate.schedule.name in names or candidate in made]
+        ordered = [candidate for candidate in self.search.quickest() if candidate.schedule.name in names or candidate in made]
         fitting = self._fitting(candidate for candidate in ordered if candidate.is_cut)
         if not fitting:
             raise self._nothing_fits()
@@ -459,20 +441,17 @@ class _Search:
             steps = dict(zip(fitting, self.machine.steps(fitting), strict=True))
             self.bar.update(self.limits.num_measured)
         for candidate in {each.schedule.name: each for each in reversed(ordered)}.values():
-            try:  # the memory of what a table shows, the best of each schedule
-                self.evaluator.peaks(candidate)
-            except JaxppError as error:
-                self.left_out[candidate] = error
-        prices, weights = self.evaluator.prices, self.evaluator.weights
+            self.search.weighed(candidate)  # the memory of what a table shows, the best of each schedule
+        prices, weights = self.search.prices, self.search.weights
         rows = {one: Row(one, prices[one], weights.get(one), *_middle(steps.get(one))) for one in ordered}
         best = rows[min(fitting, key=lambda candidate: rows[candidate].measured or 0.0)]
         return SearchResult(best, tuple(rows.values()), self.costs, self.left_out, tuple(self.unseen))
 
     def _nothing_fits(self) -> JaxppError:
-        lightest = self.evaluator.lightest()
+        lightest = self.search.lightest()
         if not lightest or self.limits.hbm is None:
             return next(reversed(self.left_out.values()))
-        need, room = bytes_in_words(max(self.evaluator.peaks(lightest[0]))), bytes_in_words(self.limits.hbm)
+        need, room = bytes_in_words(max(self.search.peaks(lightest[0]))), bytes_in_words(self.limits.hbm)
         rule = "a pipeline fits if no device holds more than hbm at its peak"
         got = [f"{len(lightest)} candidates, none of which fits into {room}", f"the least is {need}, of {lightest[0].words}"]
         fix = "use more devices or smaller batches, or pass a larger hbm if the devices have it"

@@ -266,8 +266,9 @@ def test_an_optimizer_leaf_is_sharded_like_its_parameter():
     for optimizer in (optax.lion(1e-3), optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))):
         pipe = pipeline(case, optimizer, mesh=mesh_of())
         pipe.init(case.params, case.batch)
-        place = pipe.engine.placement[0]
-        assert sum(spec != PartitionSpec() for spec in place.opt_specs) == sum(spec != PartitionSpec() for spec in place.specs) > 0
+        place, leaves = pipe.engine.placement[0], pipe.engine.placed.leaves
+        divided = [sum(leaf.spec != PartitionSpec() for leaf in each) for each in (leaves.all_opt, leaves.all_params)]
+        assert divided[0] == divided[1] > 0
         assert not any(place.per_replica(name.ref) for name in pipe.engine.placed.names.all_opt)
         assert all(name.ref.role == Role.OPT for name in pipe.engine.placed.names.all_opt)
 

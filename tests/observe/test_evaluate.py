@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxpp.observe.evaluate import Evaluator, alone, parts, step_seconds
+from jaxpp.observe.evaluate import CandidateSearch, alone, parts, step_seconds
 from jaxpp.schedule import Kind, make
 from jaxpp.schedule.costs import StepCosts
 
@@ -88,11 +88,11 @@ def test_what_is_left_out_takes_no_time_and_a_recomputed_stage_one_forward_more(
 
 def test_a_candidate_is_priced_and_weighed_once_and_none_after_the_first_that_fits():
     asked = []
-    evaluator = Evaluator(float, lambda size: asked.append(size) or (size, size // 2), room=4)
-    assert evaluator.first_fitting([9, 4, 3]) == 4
-    assert evaluator.first_fitting([9, 8]) is None
-    assert (asked, evaluator.lightest(), evaluator.seconds(9)) == ([9, 4, 8], [4, 8, 9], 9.0)
-    assert Evaluator(float, lambda _: (1 << 60,), None).fits(9)
+    search = CandidateSearch(float, lambda size: asked.append(size) or (size, size // 2), room=4)
+    assert next(search.fitting([9, 4, 3]), None) == 4
+    assert next(search.fitting([9, 8]), None) is None
+    assert (asked, search.lightest(), search.seconds(9)) == ([9, 4, 8], [4, 8, 9], 9.0)
+    assert CandidateSearch(float, lambda _: (1 << 60,), None).fits(9)
 
 
 def test_what_visits_bring_is_on_the_clock_and_is_waited_for_by_the_update():

@@ -14,8 +14,8 @@ import pytest
 import jaxpp
 from jaxpp.errors import ArgumentError, FitError
 from jaxpp.observe.memory import fit
+from jaxpp.observe.memory.forecast import again_of
 from jaxpp.observe.memory.ledger import sample_step
-from jaxpp.observe.memory.remat_frontier import again_of
 from jaxpp.schedule import Kind, make, simulate
 from tests.models import gpt_case, mlp_case
 from tests.processes.test_process_front_door import PARAMS, loss_of_task, new_bank

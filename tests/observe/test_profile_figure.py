@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpp.observe.memory.liveness import MEMORY_KINDS
-from jaxpp.observe.profile.figure import Curve, profile_figure
+from jaxpp.observe.profile.profile import Curve, profile_figure
 from jaxpp.schedule import Action, Kind, make
 from jaxpp.schedule.clock import Bar, Timing, bars, replay
 from jaxpp.schedule.draw.pebbles import pebble_pair
@@ -236,7 +236,7 @@ def test_actions_that_take_no_time_on_the_virtual_clock_make_no_figure_wider():
 
 
 def test_the_kinds_that_can_be_large_differ_in_grey():
-    colours = importlib.import_module("jaxpp.observe.profile.figure").COLOURS
+    colours = importlib.import_module("jaxpp.observe.profile.profile").COLOURS
     to_rgb = importlib.import_module("matplotlib.colors").to_rgb
     greys = {
         kind: sum(w * c for w, c in zip((0.299, 0.587, 0.114), to_rgb(colours[k]), strict=True))

@@ -9,7 +9,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.memory.remat_frontier import Frontier, Way
+from jaxpp.observe.memory.forecast import Frontier, Way
 from jaxpp.schedule import simulate
 from tests.figures import assert_apart
 

@@ -11,9 +11,13 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import OptimizerError
-from jaxpp.optim.owners import open_conditions, plan_update
+from jaxpp.optim.owners import TracedOptimizer, open_conditions
+from jaxpp.optim.update import plan_update
+from jaxpp.plan.step import Leaves, StateLeaf
 from jaxpp.stages.graph import trace
 from jaxpp.stages.jaxpr import kind_of
+from jaxpp.stages.program import Role
+from jaxpp.stages.stacked import Slicing
 from jaxpp.verify import compare
 from tests.models import PARAMS, X, gpt_case, loss_fn, mlp_case, pipeline
 
@@ -86,9 +90,15 @@ def test_every_leaf_is_on_its_owner_after_every_step(make_case):
         state, _ = pipe.step(state, case.batch, case.key)
 
 
+def planned(optimizer, params, owner):
+    leaves = [StateLeaf(Role.PARAM, k, *each) for k, each in enumerate(zip(jax.tree.leaves(params), owner, strict=True))]
+    held, loss = TracedOptimizer(optimizer, params).held(Slicing()), jax.ShapeDtypeStruct((), jnp.float32)
+    return plan_update(held, Leaves(leaves), list(params), loss, 2, None)
+
+
 def levels(optimizer, owner=(0, 0, 1, 1, 2, 2)):
     params = {f"w{k}": jnp.ones((40, 40)) for k in range(len(owner))}
-    update = plan_update(optimizer, params, owner, 2, jax.ShapeDtypeStruct((), jnp.float32))
+    update = planned(optimizer, params, owner)
     big = {part for part, eqn in zip(update.parts, update.graph.eqns, strict=True) if part and eqn.outvars[0].aval.size > 1}
     return {stage: {part.level for part in big if part.stage == stage} for stage in range(3)}
 
@@ -166,7 +176,10 @@ def test_every_optimizer_of_optax_is_placed_or_refused_by_name():
         optimizer = make(**arguments)
         optimizer = optimizer(1e-2) if name == "inject_hyperparams" else optimizer
         try:
-            plan_update(optimizer, params, (0, 1, 2) * 2, 2, jax.ShapeDtypeStruct((), jnp.float32))
+            planned(optimizer, params, (0, 1, 2) * 2)
+            traced = TracedOptimizer(optimizer, params)
+            for home, belongs in zip(traced.homes, traced.belonging, strict=True):  # the two answers to whose a leaf is
+                assert home is None or len(belongs) != 1 or belongs == {home}, name
             placed.add(name)
         except OptimizerError:
             refused.add(name)

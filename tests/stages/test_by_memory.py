@@ -26,6 +26,7 @@ from jaxpp.stages.cuts.cut_loss import cut
 from jaxpp.stages.loss.traced_loss import trace_loss
 from jaxpp.stages.remat import Least, RematPolicy
 from jaxpp.stages.stacked import Slicing
+from jaxpp.stages.stage import ProgramOptions
 from models.resnet import ResNet
 from tests.models import gpt_case, mlp_case
 
@@ -134,7 +135,7 @@ def test_the_estimate_of_what_stages_keep_is_near_what_they_keep(name, kept):
     uses = kept_uses(loss, kept)
     for num_stages in (1, 2, 4):
         cuts = balance(loss, num_stages)
-        stages = cut(loss, cuts, owners(loss, cuts), remat=[kept] * num_stages).stages
+        stages = cut(loss, cuts, owners(loss, cuts), ProgramOptions(remat=[kept] * num_stages)).stages
         for code, (start, end) in zip(stages, itertools.pairwise([0, *cuts, len(loss.spine)]), strict=True):
             found = sum(use.num_bytes for use in uses if any(start <= at < end for at in use.positions))
             assert code.kept - batch <= 1.35 * found + 64

@@ -759,7 +759,7 @@ def test_an_error_of_our_own_is_an_error(monkeypatch):
     def broken(*_):
         raise KeyError("ours")
 
-    monkeypatch.setattr(example_axis._Follower, "_results", broken)
+    monkeypatch.setattr(example_axis._Follower, "results", broken)
     with pytest.raises(KeyError, match="ours"):
         merged(MEANS["a mean"])
 
@@ -779,8 +779,8 @@ def test_functions_of_a_higher_kind_are_looked_into(flag):
 def test_every_primitive_of_jax_is_known_or_told_of():
     (like,) = jax.make_jaxpr(jax.lax.neg)(1.0).eqns
     names = {kind_of(like.replace(primitive=each)) for each in vars(primitives).values() if isinstance(each, Primitive)}
-    assert names <= example_axis.KNOWN | example_axis.TOLD_OF
-    assert not example_axis.KNOWN & example_axis.TOLD_OF
+    assert names <= example_axis.KNOWN | example_axis.OPAQUE
+    assert not example_axis.KNOWN & example_axis.OPAQUE
 
 
 def test_a_function_of_one_example_at_a_time_mixes_none():

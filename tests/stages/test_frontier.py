@@ -12,9 +12,9 @@ import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.stages.cuts.balance import balance, owners
 from jaxpp.stages.cuts.cut_loss import cut
-from jaxpp.stages.frontier import Choice, within
 from jaxpp.stages.loss.traced_loss import trace_loss
-from jaxpp.stages.remat import policies_of
+from jaxpp.stages.remat import Choice, policies_of, within
+from jaxpp.stages.stage import ProgramOptions
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.models import gpt_case, mlp_case
 from tests.stages.test_remat import check_random, gpt_loss, work
@@ -25,7 +25,7 @@ SHARES = (1.0, 0.8, 0.4, 0.1, 0.01)
 
 def stages_of(loss, num_stages, way, platform="cpu"):
     cuts = balance(loss, num_stages)
-    return cut(loss, cuts, owners(loss, cuts), remat=policies_of(way, num_stages, platform)).stages
+    return cut(loss, cuts, owners(loss, cuts), ProgramOptions(remat=policies_of(way, num_stages, platform))).stages
 
 
 def case_loss(case, size=4):

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpp.stages.graph import trace
 from jaxpp.stages.jaxpr import kind_of
-from jaxpp.stages.one_hot import with_one_hots
+from jaxpp.stages.scatters import with_one_hots
 
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(3, 4, 7)), jnp.float32)

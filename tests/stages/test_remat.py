@@ -33,6 +33,7 @@ from jaxpp.stages.program import Role
 from jaxpp.stages.remat import Least, RematPolicy, policies_of
 from jaxpp.stages.repeatable import settled
 from jaxpp.stages.stacked import assembled
+from jaxpp.stages.stage import ProgramOptions
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from models.gpt import GPT
 from tests.models import ZOO as CASES
@@ -47,7 +48,7 @@ def cut_case(case, stages, policy):
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((4, *x.shape[1:]), x.dtype), case.batch)
     loss = trace_loss(case.loss_fn, case.params, batch, case.key, has_aux=True)
     cuts = balance(loss, stages)
-    return cut(loss, cuts, owners(loss, cuts), remat=policies_of(policy, stages, "cpu"))
+    return cut(loss, cuts, owners(loss, cuts), ProgramOptions(remat=policies_of(policy, stages, "cpu")))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_a_policy_by_name_keeps_what_is_named():
 
     params, x = {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 8))}, jnp.ones((2, 4))
     loss = trace_loss(loss_fn, params, x, None, has_aux=False)
-    stages = cut(loss, (), (0, 0), remat=policies_of(POLICIES.save_only_these_names("mine"), 1, "cpu")).stages
+    stages = cut(loss, (), (0, 0), ProgramOptions(remat=policies_of(POLICIES.save_only_these_names("mine"), 1, "cpu"))).stages
     assert [aval.shape for aval in stages[0].residuals] == [(2, 8)]
 
 
@@ -169,7 +170,7 @@ def shapes(tree, size=None):
 def cut_with(loss, stages, *ways):
     """The loss cut at the same places, one cut a way to keep."""
     cuts = balance(loss, stages)
-    return [cut(loss, cuts, owners(loss, cuts), remat=(way,) * stages, pack=False).stages for way in ways]
+    return [cut(loss, cuts, owners(loss, cuts), ProgramOptions(remat=(way,) * stages, pack=False)).stages for way in ways]
 
 
 def traced(case):
@@ -395,7 +396,7 @@ def test_beside_boundaries_without_gradient_and_frozen_parameters_no_more_is_kep
         loss = trace_loss(loss_fn, params, batch, None, has_aux=False, frozen=frozenset(frozen))
         cuts = balance(loss, 3)
         before, after = (
-            cut(loss, cuts, owners(loss, cuts), remat=(way,) * 3, cut_gradient=boundaries, pack=False).stages
+            cut(loss, cuts, owners(loss, cuts), ProgramOptions(remat=(way,) * 3, cut_gradient=boundaries, pack=False)).stages
             for way in (RematPolicy(), Least())
         )
         for then, now in zip(before, after, strict=True):

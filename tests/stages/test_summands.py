@@ -14,7 +14,7 @@ import jaxpp
 from jaxpp.plan.step import ZEROED
 from jaxpp.runtime.hlo import aliased, read_kernels
 from jaxpp.stages.graph import trace
-from jaxpp.stages.summands import summands_of
+from jaxpp.stages.scatters import summands_of
 from jaxpp.targets import target
 from jaxpp.verify import compare, oracle
 from tests.grids import covering

@@ -8,7 +8,6 @@ shortest step on the virtual clock is taken. Nothing is measured if the step fit
 waits in host memory (``host="optimizer"``), then parameters and gradients too, and the stages choose again.
 """
 
-import contextlib
 import itertools
 import json
 import math
@@ -18,19 +17,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jaxpp.engine.engine import Engine
-from jaxpp.errors import ArgumentError, FitError
-from jaxpp.observe.evaluate import Evaluator, step_seconds
-from jaxpp.observe.memory.forecast import Forecast, forecast, forecast_of
+from jaxpp.errors import FitError
+from jaxpp.observe.evaluate import CandidateSearch, step_seconds
+from jaxpp.observe.memory.forecast import Forecast, again_of, forecast, forecast_of
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, liveness_in_flow, step_liveness
-from jaxpp.observe.memory.remat_frontier import again_of
-from jaxpp.options import more_hosts
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.measure import action_times, copy_times
 from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.offload import offloads
 from jaxpp.stages.remat import Offload, offload_of, policies_of
-from jaxpp.stages.stage_table import bytes_in_words
+from jaxpp.tables import bytes_in_words
 from jaxpp.targets import device_name
 from jaxpp.types import Batch, Device, Key
 
@@ -92,16 +89,15 @@ def _with_more_on_the_host(search: "_Search", reason: str) -> tuple[Fit | None, 
     Not all pipelines have a state that can wait: that beside the sets of a bank cannot.
     """
     first, tried = search.first, dict[str, int]()
-    with contextlib.suppress(ArgumentError):
-        for host in () if first.layout.num_own else more_hosts(first.options.host):
-            other = _Search(first.with_host(host), search.batch, search.key, search.waiting, search.room)
-            best = other.fitting()
-            if best is not None:
-                most, visiting = max(other.peaks(best).values()), max(other.arrays(best).visiting.values(), key=sum)
-                copied = f"a step copies {bytes_in_words(visiting.brought)} in and {bytes_in_words(visiting.taken)} out"
-                remark = f'host="{host}" (peak {bytes_in_words(most)}, {copied}), since {reason}'
-                return Fit(other.engine(best), (remark, *other.remarks(best))), tried
-            tried[f'host="{host}"'] = max(other.least().values())
+    for host in [] if first.layout.num_own else [options.host for options in first.options.hosted()]:
+        other = _Search(first.with_host(host), search.batch, search.key, search.waiting, search.room)
+        best = other.fitting()
+        if best is not None:
+            most, visiting = max(other.peaks(best).values()), max(other.arrays(best).visiting.values(), key=sum)
+            copied = f"a step copies {bytes_in_words(visiting.brought)} in and {bytes_in_words(visiting.taken)} out"
+            remark = f'host="{host}" (peak {bytes_in_words(most)}, {copied}), since {reason}'
+            return Fit(other.engine(best), (remark, *other.remarks(best))), tried
+        tried[f'host="{host}"'] = max(other.least().values())
     return None, tried
 
 
@@ -118,7 +114,7 @@ class _Search:
         self.asked: _Choice = ("least",) * self.schedule.num_stages
         self.engines: dict[_Choice, Engine] = {self.asked: first}
         self.known: dict[_Way, list[float]] = {}
-        self.evaluator = Evaluator(self._seconds, self._peaks, room)
+        self.search = CandidateSearch(self._seconds, self._peaks, room)
 
     def engine(self, choice: _Choice) -> Engine:
         """The engine of a choice; it shares the programs of stages that run the same."""
@@ -161,7 +157,7 @@ class _Search:
 
     def peaks(self, choice: _Choice) -> dict[Device, int]:
         devices = dict.fromkeys(place.shown for place in self.first.placement.by_rank)
-        return dict(zip(devices, self.evaluator.peaks(choice), strict=True))
+        return dict(zip(devices, self.search.peaks(choice), strict=True))
 
     @cached_property
     def chooses(self) -> bool:
@@ -184,7 +180,7 @@ class _Search:
     def best(self, full: Sequence[Device]) -> _Choice | None:
         """The cheapest choice that fits, if any; ``full`` are the devices that have too little room for the least."""
         best = self._cheapest(self._fitting(full, ("offload",)))
-        if best is None or self.evaluator.seconds(best) > self.evaluator.seconds(self.asked):
+        if best is None or self.search.seconds(best) > self.search.seconds(self.asked):
             best = self._cheapest(self._fitting(full, ("offload", *_SHARES, "recompute")))
         if best is None:
             few = max(Counter(self.devices).values()) <= _MOST_STAGES
@@ -193,7 +189,7 @@ class _Search:
 
     def least(self) -> dict[Device, int]:
         """The fewest bytes of each device at its peak, of what was tried; of arrays alone, if nothing was compiled yet."""
-        tried = list(map(self.peaks, self.evaluator.weights))
+        tried = list(map(self.peaks, self.search.weights))
         if not tried:
             every = [(way,) * self.schedule.num_stages for way in (("offload", "recompute", _BOTH) if self.chooses else ())]
             found = [self.arrays(choice) for choice in (self.asked, *every)]
@@ -237,14 +233,14 @@ class _Search:
         if math.prod(map(len, offers)) > _MOST_COMBINED:
             offers = [[min(choices, key=self._rank)] for choices in offers]
         combined = sorted(map(self._joined, itertools.product(*offers)), key=self._rank)
-        return self.evaluator.first_fitting(combined[:_MOST_CHECKED])
+        return next(filter(self.search.fits, combined[:_MOST_CHECKED]), None)
 
     def _rank(self, choice: _Choice) -> tuple[float, int, int]:
         """What is better is less: a shorter step, fewer stages that compute again, fewer that change."""
         return round(self._longer(choice), 6), sum(way not in _IN_PLACE for way in choice), len(choice) - choice.count("least")
 
     def _longer(self, choice: _Choice) -> float:
-        return self.evaluator.seconds(choice) / self.evaluator.seconds(self.asked)
+        return self.search.seconds(choice) / self.search.seconds(self.asked)
 
     def _seconds(self, choice: _Choice) -> float:
         costs = self._costs.recomputed(self.again(choice))

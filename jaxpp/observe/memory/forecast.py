@@ -8,6 +8,7 @@ in proportion to the microbatch and the stage. Only changes that nearly fit, whe
 
 import contextlib
 import dataclasses
+import math
 import numbers
 import os
 import re
@@ -21,7 +22,7 @@ from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.outcome import Purpose
 from jaxpp.errors import ArgumentError, JaxppError
 from jaxpp.observe.bound import StepBound, bound_of
-from jaxpp.observe.evaluate import Evaluator, step_seconds
+from jaxpp.observe.evaluate import CandidateSearch, step_seconds
 from jaxpp.observe.memory.liveness import (
     MEMORY_KINDS,
     Liveness,
@@ -31,21 +32,21 @@ from jaxpp.observe.memory.liveness import (
     liveness_of_all,
     step_liveness,
 )
-from jaxpp.observe.memory.remat_frontier import Frontier, frontier_of
-from jaxpp.options import HOSTS, Options, more_hosts
+from jaxpp.options import Options
 from jaxpp.plan.builder import Name
 from jaxpp.runtime.place import Placement
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.costs import StepCosts
+from jaxpp.schedule.draw.canvas import INK, Axes, Figure, Panel, draw_key, fit_page, group_colour, new_figure, shade
 from jaxpp.schedule.forward import forward
+from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.registry import SCHEDULES, make, make_for_stages
 from jaxpp.stages.by_hand import scope
 from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, check_batch, first_of, resized
 from jaxpp.stages.remat import Offload, Remat, offload_of, policies_of
-from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
+from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, in_bytes, table_lines, unit_of_bytes
 from jaxpp.targets import compiles_only, device_name, target_of
 from jaxpp.types import Batch, Device, Key
 
@@ -61,6 +62,54 @@ _FEWEST: Mapping[str, Remat] = {'"recompute"': "recompute", "jaxpp.Offload(recom
 _HOST = "host"  # the family of changes that let more of the state wait in host memory
 _STAGES_PER_RANK = (4, 16)  # that are tried for a state in host memory
 _COMPILED = 2  # changes that are compiled, for the exact peak, where by the estimates none fits
+
+
+class Way(NamedTuple):
+    """A way to keep residuals, the same for all stages."""
+
+    remat: str | float  # as it is passed
+    peak: int  # bytes of the arrays on the fullest device when it holds most
+    slowdown: float  # the estimated time of a step over that with ``"least"``, if copies to host memory delay nothing
+    repeated: float  # FLOPs of the matrix products and convolutions that a step runs again
+    hosted: int  # bytes that wait in host memory beside a device, at most
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What each way to keep residuals costs. ``print`` it for a table; ``figure()`` draws bytes against time.
+
+    Attributes:
+        ways: all, the most bytes first.
+        products: FLOPs of the matrix products and convolutions of a step that repeats nothing.
+    """
+
+    ways: tuple[Way, ...]
+    products: float
+
+    def __str__(self) -> str:
+        rows = [["remat", "peak", "time", "products repeated", "in host memory"]]
+        for way in self.ways:
+            again, hosted = f"{way.repeated / (self.products or 1.0):.1%}", in_bytes(way.hosted)
+            rows.append([repr(way.remat), bytes_in_words(way.peak), f"x {way.slowdown:.2f}", again, hosted])
+        remark = "peak: of the arrays on the fullest device, without temporaries; time: over that of the least, on the virtual "
+        remark += "clock, by the FLOPs and bytes of all operations, with copies to the host that delay nothing"
+        return "\n".join([*table_lines(rows), "", *fold_lines([remark])])
+
+    __repr__ = __str__
+
+    def figure(self, width: float | None = None) -> Figure:
+        """Bytes of the fullest device against the time of a step, a dot for each way; ``width`` in inches. Needs matplotlib."""
+        width = width or _WIDTH
+        figure = new_figure((width, 2 + _HEIGHT), "constrained")
+        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
+        draw_key(figure, [], "Memory of the fullest device and time of a step, by what stages keep (remat=)")
+        axes = figure.subplots()
+        unit, scale = unit_of_bytes(max(way.peak for way in self.ways))
+        _draw(axes, self.ways, scale)
+        axes.set_xlabel(f"arrays of the fullest device at its peak, {unit}", size=9, color=INK)
+        axes.set_ylabel('time of a step / "least"', size=9, color=INK)
+        fit_page(figure, [axes], [Panel(1, _HEIGHT, 1)])
+        return figure
 
 
 class Change(NamedTuple):
@@ -171,8 +220,8 @@ class Forecast:
         shown = [k for k in range(len(MEMORY_KINDS)) if any(row.kinds[k] for row in self.stages)]
         rows = [["stage", "device", *(MEMORY_KINDS[k] for k in shown), "temporaries", "sum", "at"]]
         for row in self.stages:
-            sizes = [_size(row.kinds[k]) + f" ({row.num_residuals})" * (MEMORY_KINDS[k] == "residuals") for k in shown]
-            sizes += [_size(row.temporaries), _size(row.num_bytes)]
+            sizes = [in_bytes(row.kinds[k]) + f" ({row.num_residuals})" * (MEMORY_KINDS[k] == "residuals") for k in shown]
+            sizes += [in_bytes(row.temporaries), in_bytes(row.num_bytes)]
             rows.append([str(row.stage), device_name(row.device), *sizes, self.moments[row.device]])
         return rows
 
@@ -180,9 +229,9 @@ class Forecast:
         brackets = "in brackets: microbatches whose residuals are held; " * any(row.num_residuals for row in self.stages)
         lines = [f"{brackets}at: what runs when the device holds most"]
         if len(self.stages) > len(self.peaks):
-            lines.append("peak: " + ", ".join(f"{device_name(device)} {_size(peak)}" for device, peak in self.peaks.items()))
+            lines.append("peak: " + ", ".join(f"{device_name(device)} {in_bytes(peak)}" for device, peak in self.peaks.items()))
         if any(self.hosted.values()):
-            beside = ", ".join(f"{_size(size)} beside {device_name(device)}" for device, size in self.hosted.items() if size)
+            beside = ", ".join(f"{in_bytes(size)} beside {device_name(device)}" for device, size in self.hosted.items() if size)
             kinds = {life.kind for life in self.liveness.hosted}
             what = ", ".join(kind for kind in MEMORY_KINDS if kind in kinds)
             lines.append(f"in host memory, at most: {what} of {beside}")
@@ -197,17 +246,19 @@ class Forecast:
         if self.hbm is None:
             return lines
         worst = max(self.peaks, key=self.peaks.__getitem__)
-        need = f"{device_name(worst)} needs {_size(self.peaks[worst])} of {_size(self.hbm)}"
+        need = f"{device_name(worst)} needs {in_bytes(self.peaks[worst])} of {in_bytes(self.hbm)}"
         if self.fits:
             return [*lines, f"it fits: {need}"]
         kinds = list(map(sum, zip(*((*row.kinds, row.temporaries) for row in self.stages if row.device == worst), strict=True)))
         most = max(range(len(kinds)), key=kinds.__getitem__)
-        lines.append(f"it does not fit: {need}, most of that {(*MEMORY_KINDS, 'temporaries')[most]} ({_size(kinds[most])})")
+        lines.append(f"it does not fit: {need}, most of that {(*MEMORY_KINDS, 'temporaries')[most]} ({in_bytes(kinds[most])})")
         for change in (change for change in self.changes[:_MOST] if change.moved):
-            copies = f"the copies to the host and back, of {_size(change.moved)} for each microbatch of a stage"
+            copies = f"the copies to the host and back, of {in_bytes(change.moved)} for each microbatch of a stage"
             lines.append(f"{change.what}: that time is without {copies}; they delay nothing if each is shorter than an action")
         for change in (change for change in self.changes[:_MOST] if change.visiting):
-            left = f"leaves {_size(change.peak)} on the device that then holds most; that time is without the copies of its state"
+            left = (
+                f"leaves {in_bytes(change.peak)} on the device that then holds most; that time is without the copies of its state"
+            )
             lines.append(f"{change.what}: {left}, {_copied(change.visiting)} a device in a step, which other work may hide")
         if not self.changes:
             lines.append(f"nothing that was looked at fits ({self.tried}): use more devices")
@@ -215,17 +266,13 @@ class Forecast:
 
     def _changes(self) -> list[list[str]]:
         head = ["what should fit (estimates), the quickest first", "peak", "time"]
-        rows = [[change.what, _size(change.peak), f"x {change.slowdown:.2f}"] for change in self.changes[:_MOST]]
+        rows = [[change.what, in_bytes(change.peak), f"x {change.slowdown:.2f}"] for change in self.changes[:_MOST]]
         return [head, *rows] if rows else []
 
 
 def _copied(visiting: Visiting | None) -> str:
     brought, taken = visiting or Visiting(0, 0)
-    return f"{_size(brought)} from host memory and {_size(taken)} back for"
-
-
-def _size(num_bytes: int) -> str:
-    return bytes_in_words(num_bytes) if num_bytes else "0"
+    return f"{in_bytes(brought)} from host memory and {in_bytes(taken)} back for"
 
 
 def forecast(
@@ -309,14 +356,12 @@ def _changes(now: Forecast, engine: Engine, batch: Batch, key: Key | None, room:
         liveness = liveness_of_all(engines[what], trials[what].batch, key, purpose)
         return tuple(map(liveness.most, liveness.devices))
 
-    by_estimate, exactly = Evaluator(seconds, estimated, room), Evaluator(seconds, compiled, room)
+    by_estimate, exactly = CandidateSearch(seconds, estimated, room), CandidateSearch(seconds, compiled, room)
     fitting: dict[str, Change] = {}
     with progress(list(trials), desc="looking for what fits", after=_PATIENCE) as bar:
-        for what in bar:
-            with contextlib.suppress(JaxppError):  # too many stages for this model, say
-                if trials[what].family not in fitting and by_estimate.fits(what):
-                    peak = max(by_estimate.peaks(what))
-                    fitting[trials[what].family] = Change(what, peak, by_estimate.seconds(what), moved[what], visiting[what])
+        for what in by_estimate.fitting(what for what in bar if trials[what].family not in fitting):
+            peak = max(by_estimate.peaks(what))
+            fitting[trials[what].family] = Change(what, peak, by_estimate.seconds(what), moved[what], visiting[what])
     cheaper = [what for what in by_estimate.lightest() if trials[what].family != _HOST]  # than copies of the state
     nearest = [] if any(family != _HOST for family in fitting) else cheaper[:_COMPILED]
     for what in (what for what in nearest if max(by_estimate.peaks(what)) <= 2 * room):
@@ -377,18 +422,20 @@ def _step_trials(engine: Engine, batch: Batch) -> Iterator[_Trial]:
 def _host_trials(now: Options, batch: Batch) -> Iterator[_Trial]:
     """More of the state in host memory; then more stages on each rank too, so that each visit brings less."""
     ranks, stages, microbatches = now.schedule.num_ranks, now.schedule.num_stages, now.schedule.num_microbatches
-    with contextlib.suppress(JaxppError):  # the state cannot wait
-        for host in more_hosts(now.host):
-            yield _Trial(_HOST, f'host="{host}"', now.with_host(host), batch)
-        last = now.with_host(HOSTS[-1])
-        for way, remat in _FEWEST.items():
-            again = _remat(remat, stages, now.devices[0].platform)
-            yield _Trial(_HOST, f'host="{HOSTS[-1]}", remat={way}', dataclasses.replace(last, **again), batch)
-        for per_rank in (each for each in _STAGES_PER_RANK if each * ranks > stages):
+    hosted, platform = now.hosted(), now.devices[0].platform
+    for options in hosted:
+        yield _Trial(_HOST, f'host="{options.host}"', options, batch)
+    last = hosted[-1] if hosted else now
+    if last.host is None:
+        return  # the state cannot wait
+    for way, remat in _FEWEST.items():
+        yield _Trial(_HOST, f'host="{last.host}", remat={way}', dataclasses.replace(last, **_remat(remat, stages, platform)), batch)
+    for per_rank in (each for each in _STAGES_PER_RANK if each * ranks > stages):
+        with contextlib.suppress(JaxppError):  # there is no such schedule
             order = make("looped-bfs", num_ranks=ranks, num_microbatches=microbatches, stages_per_rank=per_rank)
-            words = f'"looped-bfs" with stages_per_rank={per_rank}, host="{HOSTS[-1]}", remat="recompute"'
-            again = _remat("recompute", order.num_stages, now.devices[0].platform)
-            options = dataclasses.replace(last, schedule=order, cuts=None, **again)
+            words = f'"looped-bfs" with stages_per_rank={per_rank}, host="{last.host}", remat="recompute"'
+            fewest = _remat("recompute", order.num_stages, platform)
+            options = dataclasses.replace(last, schedule=order, cuts=None, **fewest)
             yield _Trial(_HOST, f"{_stages(now, order.num_stages)} in {words}", options, batch)
 
 
@@ -494,3 +541,78 @@ def parse_bytes(size: float | str) -> int:
         rule = "a size is a number of bytes, at least 1, or a number with a unit"
         raise ArgumentError(f"hbm={size!r}", rule, repr(size), 'pass for example "80GiB"')
     return room
+
+
+# --- the frontier of memory and time ---
+
+_WAYS = ("keep", "least", 0.8, 0.6, 0.4, 0.2, 0.05, "recompute", "offload")
+_WIDTH, _HEIGHT = 6.5, 3.2  # inches of a figure, and of its axes
+
+
+def _draw(axes: Axes, ways: Sequence[Way], scale: float) -> None:
+    highest = max(way.slowdown for way in ways)
+    axes.set(xlim=(0, 1.12 * max(way.peak for way in ways) / scale), facecolor="none")
+    axes.set_ylim(1 - 0.12 * max(highest - 1, 0.1), 1 + 1.2 * max(highest - 1, 0.1))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8, labelcolor=INK, color=shade(0.6))
+    axes.grid(color=shade(0), linewidth=0.6)
+    axes.set_axisbelow(True)
+    line = [way for way in ways if isinstance(way.remat, float) or way.remat == "least"]
+    axes.plot([way.peak / scale for way in line], [way.slowdown for way in line], color=group_colour(0), linewidth=1.2, zorder=2)
+    named: dict[tuple[float, float], list[str]] = {}
+    for way in ways:
+        place = way.peak / scale, way.slowdown
+        look = {"color": group_colour(0)} if not way.hosted else {"facecolors": "white", "edgecolors": group_colour(1)}
+        axes.scatter([place[0]], [place[1]], s=36, zorder=3, label=str(way.remat), **look)
+        named.setdefault(place, []).append(str(way.remat))
+    for place, names in named.items():
+        axes.annotate(", ".join(names), place, (5, 5), textcoords="offset points", size=8, color=INK, zorder=4)
+
+
+def frontier_of(engine: Engine, batch: Batch, key: Key | None) -> Frontier:
+    """Every way for the stages of an engine, which stay where they are cut; nothing is compiled. Batch and key may be shapes.
+
+    Arrays are counted as in a forecast; temporaries are not. Time is that of the virtual clock, on which the programs of each way
+    take what their equations are estimated to take, FLOPs or bytes (``estimate.py``): what a forward keeps is written and read, and
+    what a backward repeats is computed, from bytes that it reads.
+    """
+    schedule, platform = engine.options.schedule, engine.options.devices[0].platform
+    num_stages, count = schedule.num_stages, schedule.num_microbatches * engine.placement.num_replicas
+    ways, products, whole = list[Way](), 0.0, ()
+    with progress(list(_WAYS), desc="looking at what stages keep", after=_PATIENCE) as bar:
+        for remat in bar:
+            offload = offload_of(remat, num_stages)
+            if remat == "offload" and not offloads(schedule.rows, offload):
+                continue  # no microbatch has the time to leave and to come back
+            other = engine.with_remat(policies_of(remat, num_stages, platform), offload)
+            lowered = other.lower("update", batch, key)
+            liveness = step_liveness(other, lowered)
+            peak, hosted = (max(map(most, liveness.devices)) for most in (liveness.most, liveness.most_hosted))
+            stages, fused = other.preparer.step(batch, key).cuts[0].stages, _fused(other, batch, key)
+            whole = whole or stages  # of the first way, which keeps everything and repeats nothing
+            each = [(known if code.index in fused else code).costs for known, code in zip(whole, stages, strict=True)]
+            costs = StepCosts({kind: tuple(own[kind.value] for own in each) for kind in (Kind.F, Kind.I, Kind.W)})
+            products = 3.0 * count * sum(code.products for code in stages)
+            repeated = count * sum(code.repeated for code in stages if code.index not in fused)
+            ways.append(Way(remat, peak, step_seconds(schedule, costs), repeated, hosted))
+    base = next(way.slowdown for way in ways if way.remat == "least") or 1.0
+    ways = [way._replace(slowdown=way.slowdown / base) for way in ways]
+    return Frontier(tuple(sorted(ways, key=lambda way: (-way.peak, way.slowdown))), products)
+
+
+def again_of(engine: Engine, least: Engine, batch: Batch, key: Key | None) -> list[float]:
+    """How much longer the backward of each stage takes than with ``least``, in parts of its forward, by estimates.
+
+    Nothing where both are one program.
+    """
+    fused = _fused(engine, batch, key)
+    codes, before = (each.preparer.step(batch, key).cuts[0].stages for each in (engine, least))
+    more = [code.costs["B"] - known.costs["B"] for code, known in zip(codes, before, strict=True)]
+    parts = [extra / (known.costs["F"] or math.inf) for extra, known in zip(more, before, strict=True)]
+    return [0.0 if code.index in fused else max(0.0, part) for code, part in zip(codes, parts, strict=True)]
+
+
+def _fused(engine: Engine, batch: Batch, key: Key | None) -> frozenset[int]:
+    """The stages whose forward and backward are one program, which repeats nothing."""
+    lines = engine.lower("update", batch, key).bound.lines
+    return frozenset(line.action.stage for line in lines if line.action is not None and line.fused is not None)

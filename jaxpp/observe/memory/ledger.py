@@ -22,8 +22,7 @@ from jaxpp.runtime.place import devices_of
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.program import Role
-from jaxpp.stages.stage_table import bytes_in_words
-from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
+from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, in_bytes, table_lines
 from jaxpp.types import Array, Batch, Device, Key, Leaf
 
 
@@ -74,7 +73,7 @@ class Ledger:
         rows = [["device", "at", *(MEMORY_KINDS[k] for k in shown), f"the {noun}'s", "temporaries", "other arrays"]]
         for sample in sorted(self.samples, key=lambda sample: (self.liveness.devices.index(sample.device), sample.moment)):
             sizes = [*(sample.kinds[k] for k in shown), sum(sample.kinds), sample.temporaries, sample.elsewhere]
-            rows.append([str(sample.device), sample.when, *(bytes_in_words(size) if size else "0" for size in sizes)])
+            rows.append([str(sample.device), sample.when, *map(in_bytes, sizes)])
         return rows
 
     def __str__(self) -> str:

@@ -3,8 +3,8 @@
 Some steps run as they are; the trace says when each program ran, and the host's stamps when each instruction was handed over. In
 more steps the host waits for each instruction, so every program takes the time that it would take on a device of its own. Where the
 trace of a backend lacks something, the results are polled instead (``Watch``), which cannot see when a program began. Several
-processes (``Company``) tell each other what they saw, on the clock of process 0, and all make the same steps of it. A send between
-processes is handed over by both sides: it begins no earlier than either, and is done when the receiver has it.
+processes (``AllProcesses``) tell each other what they saw, on the clock of process 0, and all make the same steps of it. A send
+between processes is handed over by both sides: it begins no earlier than either, and is done when the receiver has it.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class Seen(NamedTuple):
     error: float  # seconds by which times may be wrong beside each other: of the trace and the host, or of different processes
 
 
-class Company:
+class AllProcesses:
     """The processes of a pipeline, which put together what they saw on process 0's clock; all make the same calls."""
 
     def __init__(self, engine: Engine, batch: Batch, key: Key | None, clock: Alignment):
@@ -343,7 +343,7 @@ class Forwards(Work):
     """The forwards of a batch, or of several like it that follow one another as in a stream, with keys folded from the first."""
 
     def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, num_batches: int):
-        self.engine, self.batch, self.leaves = engine, batch, leaves._replace(opt=(), own_opt=(), loss_scale=(), previous=())
+        self.engine, self.batch, self.leaves = engine, batch, leaves.variables
         self.keys: list[Key | None] = [key] * num_batches
         if num_batches > 1 and key is not None:
             self.keys = [jax.random.fold_in(key, k) for k in range(num_batches)]
@@ -375,7 +375,7 @@ class Forwards(Work):
         return join_plans([plan] * len(self.keys), [count * k for k in range(len(self.keys))])
 
 
-def _run(work: Work, observer: Stamps | Watch | None = None, *, watched: bool = False) -> tuple[SeenStep, Run]:
+def run_once(work: Work, observer: Stamps | Watch | None = None, *, watched: bool = False) -> tuple[SeenStep, Run]:
     """Run the work to its end; returns the run, with the observer's stamps, and between when and when its annotation begins."""
     begun = time.perf_counter()
     with jax.profiler.TraceAnnotation(STEP):
@@ -403,43 +403,43 @@ def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
     """
     engine, plan, schedule = work.engine, work.plan, work.schedule
     for _ in range(_WARM_UP):
-        _run(work)
-    processes, company = processes_of(engine.options.devices), None
+        run_once(work)
+    processes, all_processes = processes_of(engine.options.devices), None
     if len(processes) > 1:
         if not isinstance(work, Steps):
             rule, fix = "forwards are profiled in one process", "make a pipeline over the devices of one process"
             raise ArgumentError("profile", rule, "devices of several processes", fix)
-        company = Company(engine, work.batch, work.key, align_clocks())
+        all_processes = AllProcesses(engine, work.batch, work.key, align_clocks())
     seen = _seen(work, num_steps)
-    if company is not None:
-        plan, seen = company.plan, company.seen(seen)
+    if all_processes is not None:
+        plan, seen = all_processes.plan, all_processes.seen(seen)
     plain, together, apart = (seen.steps[k : k + num_steps] for k in (0, num_steps, 2 * num_steps))
     alone = durations_of(plan, [step.seconds for step in apart])
     if seen.missing:
-        together, found = _watched(work, num_steps, company, plan, seen.missing)
+        together, found = _watched(work, num_steps, all_processes, plan, seen.missing)
     else:
         found = [traced_spans(plan, _from_zero(step), step.stamps, alone, schedule) for step in together]
     lengths = [step.ended - step.begun for step in together]
     cost = statistics.median(lengths) / statistics.median(step.ended - step.begun for step in plain)
     ledger = work.ledger()
-    ledger = ledger if company is None else company.ledger(ledger)
+    ledger = ledger if all_processes is None else all_processes.ledger(ledger)
     median = sorted(range(num_steps), key=lengths.__getitem__)[num_steps // 2]
     spans = found[median], isolated_spans(plan, alone, schedule)
     places, shown = engine.placement.by_rank, engine.placement.ranks_shown
     shared = len(set(places)) < len(places) or places[0].devices[0].platform == "cpu"
     clock = clock or ("isolated" if shared else "trace")
-    error = 0.0 if company is None else seen.error
+    error = 0.0 if all_processes is None else seen.error
     made = {"missing": seen.missing, "num_processes": len(processes), "clock_error": error, "passes": tuple(work.passes)}
     return Profile(schedule, shown, *spans, clock, tuple(lengths), cost, ledger, offloaded=engine.options.offloaded, **made)
 
 
 def _seen(work: Work, num_steps: int) -> Seen:
     """Run the work as it is, as often under the profiler, and a few times so that each program runs alone."""
-    plain = [_run(work)[0] for _ in range(num_steps)]
+    plain = [run_once(work)[0] for _ in range(num_steps)]
     observers = [Stamps(waits=k >= num_steps) for k in range(num_steps + _ALONE)]
     with tempfile.TemporaryDirectory() as folder:
         with _session(folder):
-            found = [_run(work, stamps) for stamps in observers]
+            found = [run_once(work, stamps) for stamps in observers]
         try:
             read = read_runs(Path(folder))
             runs = matched(work.plan, read, len(found))
@@ -489,17 +489,48 @@ def _session(folder: str) -> Iterator[None]:
 
 
 def _watched(
-    work: Work, num_steps: int, company: Company | None, plan: Plan, missing: str
+    work: Work, num_steps: int, all_processes: AllProcesses | None, plan: Plan, missing: str
 ) -> tuple[list[SeenStep], list[tuple[Span, ...]]]:
     watched = work.watched_plan()
     if watched is None:
         rule, fix = "the profile of a generation is read from the trace of JAX's profiler", "profile pipe.apply in its place"
         raise ArgumentError("generation.profile", rule, f"a trace that lacks what is needed: {missing}", fix)
-    found = [_run(work, Watch(watched), watched=True)[0] for _ in range(_WARM_UP + num_steps)][_WARM_UP:]
+    found = [run_once(work, Watch(watched), watched=True)[0] for _ in range(_WARM_UP + num_steps)][_WARM_UP:]
     seen = Seen(tuple(found), "", 0.0)
-    seen = seen if company is None else company.seen(seen)
+    seen = seen if all_processes is None else all_processes.seen(seen)
     found = [step._replace(begun=beginning(step.stamps), ended=max(stamp.done for stamp in step.stamps)) for step in seen.steps]
     return found, [watched_spans(plan, step.stamps, work.schedule) for step in found]
+
+
+class _Whole:
+    """Plans one after another as one to look at, not to run: each value has a slot of its own."""
+
+    def __init__(self, size: int = 0):
+        self.lines, self.size = list[Instruction](), size
+
+    def add(self, line: Instruction, slots: dict[int, int], first: int) -> Instruction:
+        """Append a line of a plan whose values lie in ``slots``, by its numbers, and whose microbatches count from ``first``."""
+        reads = tuple(slots[slot] if slot in slots else self._new(slots, slot) for slot in line.inputs)
+        writes = tuple(self._new(slots, slot) for slot in line.outputs)
+        label, about = line.label, line.about
+        if about.action is not None:
+            action, fused = cast("Action", about.action), about.fused
+            known = action._replace(microbatch=first + action.microbatch)
+            if fused is not None:
+                behind = fused.action._replace(microbatch=first + fused.action.microbatch)
+                label, fused = label.replace(str(fused.action), str(behind)), fused._replace(action=behind)
+            label, about = label.replace(str(action), str(known)), about._replace(action=known, fused=fused)
+        self.lines.append(Instruction(label, line.call, reads, writes, (), about))
+        return self.lines[-1]
+
+    def _new(self, slots: dict[int, int], slot: int) -> int:
+        self.size += 1
+        slots[slot] = self.size
+        return self.size
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(tuple(self.lines), self.size + 1, (), (), (), len(self.lines))
 
 
 def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int, int] | None = None) -> Plan:
@@ -507,46 +538,21 @@ def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int
 
     Of plans that are passes of sequences side by side, and take tokens last: pass k takes the first result of pass ``awaits[k]``.
     """
-    lines: list[Instruction] = []
-    made, size = dict[int, int](), 0
+    whole, made = _Whole(), dict[int, int]()
     for plan, first, following in zip(plans, firsts, [*firsts[1:], None], strict=False):
         count = 1 if awaits is None or following is None else following - first
         makers = {} if awaits is None else {k: awaits[first + k] for k in range(count) if first + k in awaits}
         slots = {plan.inputs[k - count]: made[maker] for k, maker in makers.items()}
         tokens = {made[maker]: maker for maker in makers.values()}
         for line in plan.instructions:
-            for slot in line.inputs:
-                size += slot not in slots
-                slots.setdefault(slot, size)
-            reads = tuple(slots[slot] for slot in line.inputs)
-            for slot in line.outputs:
-                size += 1
-                slots[slot] = size
-            label, about = _later(line, first)
-            known, token = about.action, next((slot for slot in reads if slot in tokens), None)
-            if line.about.sends and known is None and token is not None:
+            added = whole.add(line, slots, first)
+            token = next((slot for slot in added.inputs if slot in tokens), None)
+            if line.about.sends and added.about.action is None and token is not None:
                 known = Action(max(other.about.stage for other in plan.instructions), Kind.F, tokens[token])
-                label = f"token of {known}"
-            outputs = tuple(slots[slot] for slot in line.outputs)
-            lines.append(Instruction(label, line.call, reads, outputs, (), about._replace(action=known)))
+                whole.lines[-1] = added._replace(label=f"token of {known}", about=added.about._replace(action=known))
         for k in range(count if plan.outputs else 0):
             made[first + k] = slots.get(plan.outputs[k * len(plan.outputs) // count], 0)
-    return Plan(tuple(lines), size + 1, (), (), (), len(lines))
-
-
-def _later(line: Instruction, first: int) -> tuple[str, About]:
-    """The label of a line and what it is about, where the microbatches of its step are counted from ``first``."""
-    about, label = line.about, line.label
-    if about.action is None:
-        return label, about
-    action = cast("Action", about.action)
-    known = action._replace(microbatch=first + action.microbatch)
-    fused = about.fused
-    if fused is not None:
-        behind = fused.action._replace(microbatch=first + fused.action.microbatch)
-        label = label.replace(str(fused.action), str(behind))
-        fused = fused._replace(action=behind)
-    return label.replace(str(action), str(known)), about._replace(action=known, fused=fused)
+    return whole.plan
 
 
 def flowing_plan(plan: Plan, lowered: LoweredStep, num_steps: int) -> Plan:
@@ -554,9 +560,8 @@ def flowing_plan(plan: Plan, lowered: LoweredStep, num_steps: int) -> Plan:
     flow, count = cast("Flow", lowered.flow), len(lowered.step.sizes)
     made = lowered.outcome(cast("Sequence[Array]", plan.outputs)).state.flat()  # where a step has what is the next one's state
     late = [name in flow.late for name in lowered.results.state.flat()]
+    left, whole = [len(plan.instructions)] * num_steps, _Whole(len(plan.inputs))
     slots = [{slot: k for k, slot in enumerate(plan.inputs, 1)}, *(dict[int, int]() for _ in range(num_steps - 1))]
-    left = [len(plan.instructions)] * num_steps
-    lines, size = list[Instruction](), len(plan.inputs)
 
     def hand_on(step: int, *, late_ones: bool) -> None:
         for slot, source, is_late in zip(plan.inputs, cast("list[int]", made), late):  # noqa: B905  (the batch comes behind)
@@ -564,22 +569,13 @@ def flowing_plan(plan: Plan, lowered: LoweredStep, num_steps: int) -> Plan:
                 slots[step][slot] = slots[step - 1][source]
 
     for step, number in flow.lines(num_steps):
-        line = plan.instructions[number]
         if number == 0 and step:
             hand_on(step, late_ones=False)
-        for slot in line.inputs:
-            size += slot not in slots[step]
-            slots[step].setdefault(slot, size)
-        reads = tuple(slots[step][slot] for slot in line.inputs)
-        for slot in line.outputs:
-            size += 1
-            slots[step][slot] = size
-        label, about = _later(line, step * count)
-        lines.append(Instruction(label, line.call, reads, tuple(slots[step][slot] for slot in line.outputs), (), about))
+        whole.add(plan.instructions[number], slots[step], step * count)
         left[step] -= 1
         if not left[step] and step + 1 < num_steps:
             hand_on(step + 1, late_ones=True)
-    return Plan(tuple(lines), size + 1, (), (), (), len(lines))
+    return whole.plan
 
 
 def schedule_of(plan: Plan, stage_to_rank: Sequence[int], name: str) -> Schedule:

@@ -29,6 +29,11 @@ _COLOURS = {Kind.F: "#0072B2", Kind.B: "#E69F00", Kind.I: "#CC79A7", Kind.W: "#F
 _GROUPS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
 _LEAST, _MOST, _COLUMN, _BESIDE = 5.0, 9.375, 0.28, 0.9  # inches: of a page (at most 900 pixels), of a bar, beside the bars
 _SMALLEST, _LARGEST = 6.0, 8.0  # points of the numbers in bars
+_AROUND = tuple(  # points from a mark to its number, the nearest first
+    (far * across, far * up)
+    for far in (8, 14, 20, 27)
+    for across, up in ((-1, -0.7), (1, 0.7), (1, -0.7), (-1, 0.7), (0, -1.1), (0, 1.1), (-1.2, 0), (1.2, 0))
+)
 
 
 def has_matplotlib() -> bool:
@@ -251,3 +256,15 @@ def write_numbers(panels: Sequence[tuple[Axes, Sequence[Look]]], noun: str) -> N
 
 def _largest(letters: int, wide: float, high: float) -> float:
     return min((wide - 1.5) / (0.64 * letters), (high - 1.5) / 0.75)
+
+
+def number_points(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
+    """Write 1, 2, ... beside points of axes, each where no number is written yet, as near as can be."""
+    written: list[tuple[float, float]] = []
+    for number, point in enumerate(points, 1):
+        x, y = axes.transData.transform(point) * 72 / axes.figure.dpi
+        free = (place for place in _AROUND if all(math.dist((x + place[0], y + place[1]), at) > 12 for at in written))
+        across, up = next(free, _AROUND[0])
+        written.append((x + across, y + up))
+        style = {"textcoords": "offset points", "size": 7.5, "color": INK, "ha": "center", "va": "center"}
+        axes.annotate(str(number), point, (across, up), **style)

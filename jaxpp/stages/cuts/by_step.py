@@ -129,8 +129,7 @@ class _Search:
 
     def times(self, cuts: Int[np.ndarray, "cuts boundaries"]) -> Float[np.ndarray, " cuts"]:
         """The length of the step with each of some cuts; infinite where stages lack more than they need to, or one is too large."""
-        count = len(cuts)
-        ends = np.concatenate([np.zeros((count, 1), int), cuts, np.full((count, 1), self._size)], axis=1)
+        ends = self._ends(cuts)
         forward, input_grad, weight_grad = (np.diff(before[ends], axis=1) for before in self._before)
         none = ends[:, :-1] <= self._first  # stages whose input wants no cotangent
         weight_grad, input_grad = np.where(none, weight_grad + input_grad, weight_grad), np.where(none, 0.0, input_grad)
@@ -140,10 +139,11 @@ class _Search:
 
     def paces(self, cuts: Int[np.ndarray, "cuts boundaries"]) -> Float[np.ndarray, " cuts"]:
         """What each microbatch takes on the slowest stage, if that also waits for all that it sends and receives."""
-        count = len(cuts)
-        ends = np.concatenate([np.zeros((count, 1), int), cuts, np.full((count, 1), self._size)], axis=1)
         hops = np.pad(np.stack([hop[cuts[:, k]] for k, hop in enumerate(self._hops)], axis=1), ((0, 0), (1, 1)))
-        return (np.diff(self._total[ends], axis=1) + 2 * (hops[:, :-1] + hops[:, 1:])).max(axis=1)
+        return (np.diff(self._total[self._ends(cuts)], axis=1) + 2 * (hops[:, :-1] + hops[:, 1:])).max(axis=1)
+
+    def _ends(self, cuts: np.ndarray) -> np.ndarray:
+        return np.pad(cuts, ((0, 0), (1, 1)), constant_values=((0, 0), (0, self._size)))
 
     def _lacking(self, ends: np.ndarray) -> np.ndarray:
         return self._faults(ends[:, :-1], ends[:, 1:]).sum(axis=1)

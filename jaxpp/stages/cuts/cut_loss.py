@@ -8,7 +8,7 @@ whose few cheap equations are written once more for it (``with_copies``).
 
 import bisect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
@@ -17,18 +17,15 @@ import jax
 from jax.extend.core import JaxprEqn, Var
 from jax.typing import ArrayLike
 
-from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import Cuts
-from jaxpp.stages.estimate import CPU_RATES, Rates
 from jaxpp.stages.graph import Graph, Piece, Rewriter, descendants, partition
 from jaxpp.stages.jaxpr import Atom, aval_of, function_of, new_variable, shapes_of, variables
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.traced_loss import TracedLoss
-from jaxpp.stages.program import SMALL, Pack
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.repeatable import SINK, SOURCE, Network, price_of, repeatable
-from jaxpp.stages.stage import StageBuilder, StageCode, StagePrograms
+from jaxpp.stages.stage import ProgramOptions, StageBuilder, StageCode, StagePrograms
 from jaxpp.types import Batch
 
 _POSITION = re.compile(r"jaxpp_spine_(\d+)")
@@ -49,71 +46,27 @@ class CutLoss:
     weight: Callable[[Batch], ArrayLike] | None = None  # of a microbatch; None: the number of its examples
 
 
-def cut(  # noqa: PLR0913  (what the user, or an earlier trace, has decided)
-    loss: TracedLoss,
-    cuts: Cuts,
-    owner: Sequence[int],
-    *,
-    reducers: Mapping[int, Reducer] | None = None,
-    packs: Sequence[tuple[Pack, ...]] | None = None,
-    train: bool = True,
-    remat: Sequence[RematPolicy] | None = None,
-    cut_gradient: Collection[int] = (),
-    state_owner: Sequence[int] | None = None,
-    scaled_by: int | None = None,
-    pack: bool = True,
-    rates: Rates = CPU_RATES,
-    speeds: Sequence[float] = (),
-    axes: Sequence[RankAxes] | None = None,
-    skips: bool = False,
-) -> CutLoss:
-    """Cut a traced loss at ``cuts`` and build the programs of every stage.
-
-    ``packs`` and ``state_owner`` (of the leaves that nothing on the spine makes) are what another trace has decided, if any.
-    Boundary s of ``cut_gradient`` lies between stages s and s + 1. The backward starts from the loss scale's leaf ``scaled_by``, if
-    not from 1; ``rates`` are those of the devices, ``speeds`` says how many of them share the work of each stage. ``axes``: of the
-    ranks of the stages, where the loss names those of the widest rank. ``skips``: a microbatch of weight 0 adds nothing.
-    """
-    graph = loss.graph
-    ends = [*cuts, len(loss.spine)]
+def cut(loss: TracedLoss, cuts: Cuts, owner: Sequence[int], options: ProgramOptions | None = None) -> CutLoss:
+    """Cut a traced loss at ``cuts`` and build the programs of every stage; ``owner`` is the stage of each parameter leaf."""
+    graph, options, ends = loss.graph, options or ProgramOptions(), [*cuts, len(loss.spine)]
     colors: list[int | None] = [None] * len(graph.eqns)
     for stage, (start, end) in enumerate(zip([0, *cuts], ends, strict=True)):
         for k in range(start, end):
             colors[loss.spine[k]] = stage
-    state_home = _state_home(loss, cuts, state_owner)
+    state_home = _state_home(loss, cuts, options.state_owner)
     homes = _homes(loss, len(cuts), state_home)
     pieces = partition_stages(graph, colors, homes)
     made = {var: stage for stage, piece in pieces.items() for var in piece.outputs}
     crossing = sorted(made, key=lambda var: (made[var], pieces[made[var]].outputs.index(var)))
     consumers = tuple(tuple(sorted(t for t, piece in pieces.items() if t != made[v] and v in piece.inputs)) for v in crossing)
     carried = tuple(
-        tuple(reader for reader in readers if not any(made[var] <= boundary < reader for boundary in cut_gradient))
+        tuple(reader for reader in readers if not any(made[var] <= boundary < reader for boundary in options.cut_gradient))
         for var, readers in zip(crossing, consumers, strict=True)
     )
-    rows = frozenset(reducers or ())
-    below = SMALL * pack
-    builder = StageBuilder(
-        loss,
-        len(cuts),
-        tuple(owner),
-        homes,
-        crossing,
-        carried,
-        made,
-        rows,
-        packs,
-        train,
-        scaled_by,
-        below,
-        rates,
-        speeds,
-        axes,
-        skips,
-    )
-    policies = remat or (RematPolicy(),) * len(ends)
-    stages = tuple(builder.build(k, pieces.get(k, Piece()), policies[k]) for k in range(len(ends)))
+    builder = StageBuilder(loss, options, owner, homes, len(cuts), crossing, carried, made)
+    stages = tuple(builder.build(k, pieces.get(k, Piece())) for k in range(len(ends)))
     producer = tuple(made[var] for var in crossing)
-    return CutLoss(loss, cuts, stages, shapes_of(crossing), producer, consumers, state_home, reducers or {})
+    return CutLoss(loss, cuts, stages, shapes_of(crossing), producer, consumers, state_home, options.reducers)
 
 
 def uncut(loss: TracedLoss, kept: RematPolicy, *, train: bool = True) -> tuple[StagePrograms, list[tuple[int, ...]]]:
@@ -126,8 +79,8 @@ def uncut(loss: TracedLoss, kept: RematPolicy, *, train: bool = True) -> tuple[S
     parts = {field.name: getattr(loss.graph, field.name) for field in fields(Graph)}
     loss, homes = replace(loss, graph=_Numbered(**parts, positions=numbers)), _homes(loss, 0, (0,) * len(loss.state))
     piece = partition_stages(loss.graph, [0 if i in on_spine else None for i in range(len(numbers))], homes).get(0, Piece())
-    builder = StageBuilder(loss, 0, (0,) * len(loss.params), homes, train=train)
-    programs = builder.colored(0, piece, kept)
+    builder = StageBuilder(loss, ProgramOptions(remat=(kept,), train=train), (0,) * len(loss.params), homes)
+    programs = builder.colored(0, piece)
     return programs, [tuple(map(int, _POSITION.findall(name)[-1:])) for name in programs.traced.graph.names]
 
 
@@ -246,14 +199,14 @@ def with_copies(loss: TracedLoss, cuts: Cuts, copies: tuple[StateCopy, ...]) -> 
         replaced.setdefault(stage, {})[loss.state[leaf]] = loss.state[count + number]
     moving = descendants(graph, [loss.state[leaf] for leaf, _ in copies])
     rewriter = Rewriter()
-    for i, (eqn, name) in enumerate(zip(graph.eqns, graph.names, strict=True)):
+    for i, (eqn, rewriter.name) in enumerate(zip(graph.eqns, graph.names, strict=True)):
         stage = stage_of.get(i)
-        rewriter.emit(eqn if stage is None else _reading(eqn, replaced.get(stage, {})), name)
+        rewriter.emit(eqn if stage is None else _reading(eqn, replaced.get(stage, {})))
         if stage is None and not moving.isdisjoint(eqn.outvars):
             for own in replaced.values():
                 if not own.keys().isdisjoint(variables(eqn.invars)):
                     own.update((var, new_variable(var)) for var in eqn.outvars)
-                    rewriter.emit(_reading(eqn, own).replace(outvars=[own[var] for var in eqn.outvars]), name)
+                    rewriter.emit(_reading(eqn, own).replace(outvars=[own[var] for var in eqn.outvars]))
     outputs, first = list(graph.outputs), len(graph.outputs) - len(copies)
     for number, (leaf, stage) in enumerate(copies):
         if leaf not in loss.unchanged:

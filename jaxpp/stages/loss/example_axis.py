@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -23,19 +24,24 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jaxpp.stages.graph import Graph, ancestors
+from jaxpp.stages.interpreter import Body, Function, Interpreter
 from jaxpp.stages.jaxpr import (
     CALLS,
     CHECKPOINTS,
     CUSTOM_RULES,
     Atom,
+    Cond,
+    Inner,
+    Scan,
+    While,
     aval_of,
-    called,
     columns_of,
+    inner_of,
     kind_of,
+    length_of,
     named_axes,
     number_in,
     only_names,
-    scan_of,
     shard_map_of,
     user_line,
     variables,
@@ -145,10 +151,6 @@ _BETWEEN_SHARDS = frozenset(
 )
 _NESTED = frozenset("call composite custom_vmap_call call_hi_primitive remat_opt xla_metadata_call".split())
 _BODIES = CALLS | CUSTOM_RULES | CHECKPOINTS | _NESTED
-_OTHERS = frozenset(
-    "mul div select_n top_k approx_top_k rev fft argsort optimization_barrier scan shard_map while cond custom_linear_solve split "
-    "unstack stack tile".split()
-)
 _OF_SHAPE = frozenset({"shape", "new_sizes", "length", "name", "sharding", "out_sharding", "dimensions_to_reduce"})
 _BY_AXIS = frozenset({"start_indices", "limit_indices", "slice_sizes", "padding_config"})
 
@@ -172,18 +174,47 @@ class _Operand(NamedTuple):
     other: tuple[int, ...]
     atom: Atom
 
+    @classmethod
+    def of(cls, pair: tuple[Atom, Atom], value: Value) -> "_Operand":
+        return cls(value, aval_of(pair[0]).shape, aval_of(pair[1]).shape, pair[0])
+
     @property
     def axes(self) -> tuple[int, ...]:
         return _grown(self.shape, self.other)
 
 
-class _Equation(NamedTuple):
-    """An equation with one result."""
+@dataclass(frozen=True)
+class _Equation:
+    """An equation at both sizes; its variables are pairs."""
 
     eqn: JaxprEqn
     other: JaxprEqn  # the same at the second size
-    operands: list[_Operand]
-    out: _Operand
+    values: Sequence[Value] = ()  # of its operands, once they are read
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.eqn)
+
+    @cached_property
+    def invars(self) -> list[tuple[Atom, Atom]]:
+        return _together(self.eqn.invars, self.other.invars, "operands")
+
+    @cached_property
+    def outvars(self) -> list[tuple[Var, Var]]:
+        return _together(self.eqn.outvars, self.other.outvars, "results of an equation")
+
+    @cached_property
+    def operands(self) -> list[_Operand]:
+        return [_Operand.of(pair, value) for pair, value in zip(self.invars, self.values, strict=True)]
+
+    @cached_property
+    def outs(self) -> list[_Operand]:
+        return [_Operand.of(pair, Value()) for pair in self.outvars]
+
+    @property
+    def out(self) -> _Operand:
+        """The first result."""
+        return self.outs[0]
 
 
 def _grown(shape: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
@@ -225,13 +256,14 @@ def _followed(loss: TracedLoss, other: TracedLoss, sizes: "_Sizes") -> tuple[Exa
     """What a function does with the examples, and the numbers that changed in a way of their own."""
     graph, second = loss.graph, other.graph
     drawn = {*loss.state, *(() if loss.key is None else (loss.key,)), *(loss.batch[k] for k in loss.shared)}
-    follower = _Follower(sizes, first_alike(graph))
-    follower.constants(graph.constants, second.constants)
+    follower = _Follower(sizes, first_alike(graph), (graph.constants, second.constants))
     for a, b in _together(graph.inputs, second.inputs, "arguments"):
         rows = bool(_grown(aval_of(a).shape, aval_of(b).shape)) and a in loss.batch
-        follower.take(a, b, Value(Relation.ROWS) if rows else Value(drawn=a in drawn))
-    follower.run(graph.eqns, second.eqns, names=graph.names)
-    outputs = [follower.read(a, b) for a, b in _together(graph.outputs, second.outputs, "results")]
+        follower.values[a, b] = Value(Relation.ROWS) if rows else Value(drawn=a in drawn)
+    for name, (a, b) in zip(graph.names, _together(graph.eqns, second.eqns, "equations"), strict=True):
+        follower.module = name
+        follower.step(_Equation(a, b))
+    outputs = [_Operand.of(pair, follower.read(pair)) for pair in _together(graph.outputs, second.outputs, "results")]
     axes, count = tuple(operand.axes for operand in outputs), len(loss.aux)
     return Examples(outputs[0].value, tuple(o.value for o in outputs[1 : 1 + count]), axes[1 : 1 + count]), sizes.odd
 
@@ -303,27 +335,26 @@ def _plainly_equal(a: object, b: object) -> bool:
     return not (_is_plain(a) and _is_plain(b)) or a == b or (a != a and b != b)  # noqa: PLR0124  (what is not a number)
 
 
-class _Follower:
-    """Follows a list of equations, at two sizes at once."""
+def _first_mixed(values: Sequence[Value]) -> Value | None:
+    return next((value for value in values if value.kind == Relation.MIXED), None)
 
-    def __init__(self, sizes: _Sizes, known: Mapping[Var, Var] | None = None):
+
+class _Follower(Interpreter[Value]):
+    """Follows a list of equations at two sizes at once."""
+
+    enters = _BODIES | {"scan", "while", "cond", "custom_linear_solve"}
+    rounds = 4
+
+    def __init__(self, sizes: _Sizes, known: Mapping[Var, Var], constants: tuple[Mapping[Var, Leaf], Mapping[Var, Leaf]]):
+        super().__init__()
         self.sizes, self._known = sizes, known  # the first of the variables that are computed alike, in the whole function
-        self.values: dict[Var, Value] = {}
-        self._twins: dict[Var, Var] = {}  # of the second size
-        self._constants: tuple[Mapping[Var, Leaf], Mapping[Var, Leaf]] = {}, {}
-        self._made: dict[Var, tuple[JaxprEqn, JaxprEqn]] = {}
-        self._name = ""
+        self.module = ""  # of the equation of the whole function
+        self._constants = dict(constants[0]), dict(constants[1])  # arrays that functions closed over, at each size
+        self._twins: dict[Atom, Atom] = {}  # of those of the first size
+        self._made: dict[Var, _Equation] = {}
         self._eqn: JaxprEqn | None = None
         self._turns: tuple[int, int] | None = None  # of the innermost loop around it that has others at the second size
         self._shards = frozenset[str]()  # axes over which a shard_map around it divides anything but the examples
-
-    def constants(self, first: Mapping[Var, Leaf], second: Mapping[Var, Leaf]) -> None:
-        """Take the arrays that the function closed over."""
-        self._constants = first, second
-
-    def take(self, a: Var, b: Var, value: Value) -> None:
-        """Take what is known of a variable."""
-        self.values[a], self._twins[a] = value, b
 
     def _constant(self, atom: Atom, a: Leaf, b: Leaf) -> Value:
         """What is known of a number or an array that the function closed over, ``a`` at one size and ``b`` at the other."""
@@ -348,54 +379,52 @@ class _Follower:
         index = all(each.ndim == 1 and np.array_equal(each, np.arange(len(each))) for each in (x, y))
         return Value(placed=True, index=index)
 
-    def read(self, a: Atom, b: Atom) -> _Operand:
+    def read(self, atom: tuple[Atom, Atom]) -> Value:
         """What is known of an atom."""
-        shapes = aval_of(a).shape, aval_of(b).shape
+        a, b = atom
         if isinstance(a, Literal) or isinstance(b, Literal):
             if not (isinstance(a, Literal) and isinstance(b, Literal)):
                 raise Incomparable("an equation reads a number at one size and an array at another")
-            return _Operand(self._constant(a, a.val, b.val), *shapes, a)
-        if a not in self.values and a in self._constants[0] and b in self._constants[1]:
-            self.take(a, b, self._constant(a, self._constants[0][a], self._constants[1][b]))
-        if self._twins.get(a) is not b:
+            return self._constant(a, a.val, b.val)
+        first, second = self._constants
+        if atom not in self.values and a in first and b in second and self._twins.setdefault(a, b) is b:
+            self.values[atom] = self._constant(a, first[a], second[b])
+        if atom not in self.values:
             raise Incomparable("an equation reads one value at one size and another at another")
-        return _Operand(self.values[a], *shapes, a)
+        return self.values[atom]
 
-    def run(self, eqns: Sequence[JaxprEqn], others: Sequence[JaxprEqn], names: Sequence[str] = ()) -> None:
-        """Follow all equations."""
-        for k, (eqn, other) in enumerate(_together(eqns, others, "equations")):
-            if eqn.primitive is not other.primitive:
-                raise Incomparable(f"it has the equation {kind_of(eqn)} at one size and {kind_of(other)} in its place at another")
-            self._name = names[k] if names else self._name
-            self._eqn = eqn
-            operands = [self.read(a, b) for a, b in _together(eqn.invars, other.invars, "operands")]
-            outs = [
-                _Operand(Value(), aval_of(a).shape, aval_of(b).shape, a)
-                for a, b in _together(eqn.outvars, other.outvars, "results of an equation")
-            ]
-            try:
-                results = self._results(eqn, other, operands, outs)
-            except _Foreign:
-                results = [self._unknown(kind_of(eqn), operands, out) for out in outs]
-            alike = _alike(eqn, other, operands[0].axes if operands else ())
-            for out, twin, value in zip(outs, other.outvars, results, strict=True):
-                var: Var = out.atom  # type: ignore[assignment]
-                self._made[var] = eqn, other
-                self.take(var, twin, self._tidied(eqn, operands, out, value, alike=alike))
+    def step(self, eqn: _Equation) -> None:
+        """Follow an equation, the same at both sizes."""
+        if eqn.eqn.primitive is not eqn.other.primitive:
+            kind = kind_of(eqn.other)
+            raise Incomparable(f"it has the equation {eqn.kind} at one size and {kind} in its place at another")
+        around, self._eqn = self._eqn, eqn.eqn
+        super().step(eqn)
+        self._eqn = around
 
-    def _tidied(self, eqn: JaxprEqn, operands: Sequence[_Operand], out: _Operand, value: Value, *, alike: bool) -> Value:
-        kind = kind_of(eqn)
-        first = None if self._known is None else self._known[out.atom]  # type: ignore[index]
-        drawn = any(operand.value.drawn for operand in operands)
+    def results(self, eqn: _Equation, values: list[Value]) -> list[Value]:
+        """What is known of the results."""
+        at = replace(eqn, values=values)
+        try:
+            found = super().results(at, values)
+        except _Foreign:
+            found = [self._unknown(at, out) for out in at.outs]
+        alike = _alike(at.eqn, at.other, at.operands[0].axes if at.operands else ())
+        self._made.update((out, at) for out in at.eqn.outvars)
+        return [self._tidied(at, out, value, alike=alike) for out, value in zip(at.outs, found, strict=True)]
+
+    def _tidied(self, at: _Equation, out: _Operand, value: Value, *, alike: bool) -> Value:
+        first = self._known.get(out.atom)  # type: ignore[arg-type]
+        drawn = any(operand.value.drawn for operand in at.operands)
         if not alike and value.kind != Relation.MIXED:
             own = value.kind == Relation.SAME
             value = Value(degree=None) if own else self._mixed("what is computed of an example depends on the number of examples")
         if value.kind == Relation.ROWS and len(out.axes) > 1:
             return self._mixed("examples are compared with each other")
-        new = bool(out.axes) and not any(operand.axes for operand in operands)  # and made of nothing that has examples
-        if value.kind == Relation.SAME and new and kind not in _UNIFORM | _BODIES | {"cond", "shard_map"}:
-            value = replace(value, placed=value.placed or not (drawn and kind in _RANDOM))
-        if value.kind == Relation.TOTAL and value.count is None and (value.total is None or kind not in _PASSES):
+        new = bool(out.axes) and not any(operand.axes for operand in at.operands)  # and made of nothing that has examples
+        if value.kind == Relation.SAME and new and at.kind not in _UNIFORM | _BODIES | {"cond", "shard_map"}:
+            value = replace(value, placed=value.placed or not (drawn and at.kind in _RANDOM))
+        if value.kind == Relation.TOTAL and value.count is None and (value.total is None or at.kind not in _PASSES):
             value = replace(value, total=first)
         if value.kind == Relation.FUNCTION and value.at is None:
             value = replace(value, at=first)
@@ -405,15 +434,14 @@ class _Follower:
         return Value(Relation.MIXED, mixing=self._mixing(what))
 
     def _mixing(self, what: str) -> Mixing:
-        return Mixing(what, self._name, user_line(self._eqn) if self._eqn else "")
+        return Mixing(what, self.module, user_line(self._eqn) if self._eqn else "")
 
     # ------------------------------------------------------------------------------------------------ how values are combined
 
     def _joined(self, values: Sequence[Value], *, sums: bool) -> Value:  # noqa: PLR0911  (a case a line)
         """Values added (``sums``), or put side by side."""
-        mixed = [value for value in values if value.kind == Relation.MIXED]
-        if mixed:
-            return mixed[0]
+        if (mixed := _first_mixed(values)) is not None:
+            return mixed
         values = [value for value in values if not value.zero] or list(values[:1])
         if len(values) == 1:
             return replace(values[0], index=values[0].index and not sums, zero=values[0].zero and sums)
@@ -486,9 +514,8 @@ class _Follower:
         return replace(value, count=Count(by.total, by.degree, factors), total=None, index=False, zero=False)
 
     def _multiplied(self, values: Sequence[Value], *, divided: bool = False) -> Value:  # noqa: PLR0911, PLR0912, C901  (cases)
-        mixed = [value for value in values if value.kind == Relation.MIXED]
-        if mixed:
-            return mixed[0]
+        if (mixed := _first_mixed(values)) is not None:
+            return mixed
         a, b = values
         if a.zero:
             return a
@@ -496,9 +523,9 @@ class _Follower:
             return b
         sums = Relation.TOTAL, Relation.FUNCTION
         if b.kind in sums and (divided or b.kind == Relation.FUNCTION or a.kind in sums):
-            known = self._function("div" if divided else "mul", values)
-            if known is not None:
-                return known
+            found = self._function("div" if divided else "mul", values)
+            if found is not None:
+                return found
             if divided or b.kind == Relation.FUNCTION or (a.count is not None and a.count.var is b.total is not None):
                 return self._scaled(a, b, "/" if divided else "*")
         if a.kind in sums and not divided and (a.kind == Relation.FUNCTION or (b.count and b.count.var is a.total is not None)):
@@ -506,9 +533,9 @@ class _Follower:
         if divided:
             if b.count is not None:
                 return self._mixed("a value is divided by a mean over the examples")
-            known = self._function("div", values) if a.kind == Relation.FUNCTION else None
-            if known is not None:
-                return known
+            found = self._function("div", values) if a.kind == Relation.FUNCTION else None
+            if found is not None:
+                return found
             b = replace(b, degree=None if b.degree is None else -b.degree)
         reduced = [value for value in values if value.kind in _REDUCED]
         if reduced and (reduced[0].kind != Relation.TOTAL or (divided and b.kind in _REDUCED)):
@@ -530,9 +557,8 @@ class _Follower:
 
     def _applied(self, kind: str, values: Sequence[Value]) -> Value:
         """A function of values that is not linear."""
-        mixed = [value for value in values if value.kind == Relation.MIXED]
-        if mixed:
-            return mixed[0]
+        if (mixed := _first_mixed(values)) is not None:
+            return mixed
         kinds = {value.kind for value in values}
         reduced = kinds & _REDUCED
         if Relation.ROWS in kinds:
@@ -549,9 +575,9 @@ class _Follower:
         same = all(value.degree == 0 and value.count is None for value in values)
         return Value(degree=0 if same else None, placed=any(value.placed for value in values))
 
-    def _chosen(self, operands: Sequence[_Operand]) -> Value:  # noqa: PLR0911  (a case a line)
+    def _selected(self, at: _Equation) -> Value:  # noqa: PLR0911  (a case a line)
         """``select_n``: a condition, and what it chooses from."""
-        condition, *cases = (operand.value for operand in operands)
+        condition, *cases = at.values
         if condition.kind == Relation.MIXED:
             return condition
         if condition.kind == Relation.FUNCTION:
@@ -593,86 +619,51 @@ class _Follower:
 
     # ------------------------------------------------------------------------------------------------------- the kinds of equations
 
-    def _results(self, eqn: JaxprEqn, other: JaxprEqn, operands: list[_Operand], outs: list[_Operand]) -> list[Value]:  # noqa: PLR0911  (a case a line)
-        kind, values = kind_of(eqn), [operand.value for operand in operands]
-        inner = called(eqn, _BODIES), called(other, _BODIES)
-        if inner[0] is not None and inner[1] is not None:
-            return self._body((inner[0], inner[1]), values)
-        if not outs:
-            return []
-        if kind == "optimization_barrier" or only_names(eqn):
+    def plain(self, eqn: _Equation, values: list[Value]) -> list[Value]:
+        """What the rule of an equation says of all its results, or of each."""
+        if only_names(eqn.eqn):
             return values
-        if kind == "scan":
-            return self._scan(eqn, other, operands, outs)
-        if kind == "shard_map":
-            return self._map(eqn, other, operands, outs)
-        if kind in _BETWEEN_SHARDS and self._shards.issuperset(named_axes(eqn)):
-            return self._between_shards(eqn, operands)
-        if kind == "while":
-            return self._while(eqn, other, operands)
-        if kind == "cond":
-            return self._cond(eqn, other, values)
-        if kind == "custom_linear_solve":
-            lengths, solvers = _param(eqn, "const_lengths"), (_param(eqn, "jaxprs").solve, _param(other, "jaxprs").solve)
-            before = lengths.matvec + lengths.vecmat
-            return self._body(solvers, [*values[before : before + lengths.solve], *values[sum(lengths) :]])
-        if kind in ("split", "unstack") and operands[0].axes:
-            return self._split(eqn, operands[0], outs)
-        if kind in _RULES:
-            return [_RULES[kind](self, _Equation(eqn, other, operands, outs[0]))]
-        value = self._plain(kind, eqn, operands, outs[0])
-        return [value] * len(outs)
+        rule = _RULES.get(eqn.kind, _APPLIED if eqn.kind.startswith("random_") else None)
+        found = [self._unknown(eqn, out) for out in eqn.outs] if rule is None else rule(self, eqn) if eqn.outs else []
+        return found if isinstance(found, list) else [found] * len(eqn.outs)
 
-    def _plain(self, kind: str, eqn: JaxprEqn, operands: list[_Operand], out: _Operand) -> Value:  # noqa: PLR0911  (a case a line)
-        values = [operand.value for operand in operands]
-        if kind in _RANDOM:
-            drawn = any(value.drawn for value in values)
-            return self._applied(kind, [replace(value, placed=value.placed and not drawn) for value in values])
-        if kind in ("mul", "div") and not (kind == "div" and _whole(out.atom) and any(v.kind in _REDUCED for v in values)):
-            return self._multiplied(values, divided=kind == "div")
-        if kind in _ADDS:
-            return self._joined(values, sums=True)
-        if kind == "select_n":
-            return self._chosen(operands)
-        if kind in _LINEAR | _PASSES and len(operands) >= 1:
-            return self._passed(kind, operands[0], out)
-        if kind in _REDUCES:
-            return self._reduced(kind, eqn, operands[0])
-        if kind in _ALONG or kind in ("top_k", "approx_top_k", "rev", "fft", "argsort"):
-            return self._along(kind, eqn, operands)
-        if kind in _MATRIX:
-            free = (
-                len(out.shape) - (1 if _param(eqn, "left_side") else 2) if kind == "triangular_solve" else None
-            )  # right-hand sides
-            inside = any(axis >= len(o.shape) - 2 and (o is operands[0] or axis != free) for o in operands for axis in o.axes)
-            return self._unless(inside, values, "the examples are rows or columns of one matrix")
-        if kind in _WINDOWS:
-            window = _param(eqn, "window_dimensions")
-            inside = any(window[axis] != 1 for axis in operands[0].axes)
-            return self._unless(inside, values, "a window moves along the examples")
-        if kind in ("concatenate", "pad", "split", "unstack", "stack", "tile"):
-            return self._joined(values, sums=False)
-        if kind in _ELEMENTWISE or kind.startswith("random_"):
-            return self._applied(kind, values)
-        return self._unknown(kind, operands, out)
+    def _unknown(self, at: _Equation, out: _Operand) -> Value:
+        if all(value.kind == Relation.SAME for value in at.values):
+            placed = any(value.placed for value in at.values) or (bool(out.axes) and not any(o.axes for o in at.operands))
+            return Value(degree=0 if all(value.degree == 0 for value in at.values) else None, placed=placed)
+        mixed = _first_mixed(at.values)
+        if at.kind.startswith("dot_product_attention") and mixed is None:  # the kernels of cuDNN: examples lie along the first axis
+            return self._unless(any(axis for o in at.operands for axis in o.axes), at.values, "examples attend to each other")
+        return mixed or self._mixed(f"jaxpp does not know what {at.kind} does with the examples, and it may mix them")
 
-    def _unknown(self, kind: str, operands: Sequence[_Operand], out: _Operand) -> Value:
-        values = [operand.value for operand in operands]
-        if all(value.kind == Relation.SAME for value in values):
-            placed = any(value.placed for value in values) or (bool(out.axes) and not any(operand.axes for operand in operands))
-            return Value(degree=0 if all(value.degree == 0 for value in values) else None, placed=placed)
-        mixed = [value for value in values if value.kind == Relation.MIXED]
-        if kind.startswith("dot_product_attention") and not mixed:  # the kernels of cuDNN: examples lie along the first axis
-            return self._unless(any(axis for o in operands for axis in o.axes), values, "examples attend to each other")
-        return mixed[0] if mixed else self._mixed(f"jaxpp does not know what {kind} does with the examples, and it may mix them")
+    def _random(self, at: _Equation) -> Value:
+        drawn = any(value.drawn for value in at.values)
+        return self._applied(at.kind, [replace(value, placed=value.placed and not drawn) for value in at.values])
+
+    def _product(self, at: _Equation) -> Value:
+        if at.kind == "div" and _whole(at.out.atom) and any(value.kind in _REDUCED for value in at.values):
+            return self._unknown(at, at.out)
+        return self._multiplied(at.values, divided=at.kind == "div")
+
+    def _matrix(self, at: _Equation) -> Value:
+        rank = len(at.out.shape)
+        free = rank - (1 if _param(at.eqn, "left_side") else 2) if at.kind == "triangular_solve" else None  # right-hand sides
+        inside = any(axis >= len(o.shape) - 2 and (o is at.operands[0] or axis != free) for o in at.operands for axis in o.axes)
+        return self._unless(inside, at.values, "the examples are rows or columns of one matrix")
+
+    def _window(self, at: _Equation) -> Value:
+        window = _param(at.eqn, "window_dimensions")
+        return self._unless(any(window[axis] != 1 for axis in at.operands[0].axes), at.values, "a window moves along the examples")
 
     def _unless(self, mixes: bool, values: Sequence[Value], what: str) -> Value:
         if mixes and any(value.kind == Relation.ROWS for value in values):
             return self._mixed(what)
         return self._applied("", values)
 
-    def _passed(self, kind: str, operand: _Operand, out: _Operand) -> Value:
-        value = operand.value
+    def _passed(self, at: _Equation) -> Value:
+        if not at.operands:
+            return self._unknown(at, at.out)
+        kind, operand, out, value = at.kind, at.operands[0], at.out, at.values[0]
         if kind == "convert_element_type" and value.kind == Relation.TOTAL and _whole(out.atom) and not _whole(operand.atom):
             return self._applied(kind, [value])
         if kind == "neg":
@@ -700,9 +691,9 @@ class _Follower:
             return self._mixed("a reshape puts rows of different examples together")
         return replace(value, blocks=int(blocks))
 
-    def _reduced(self, kind: str, eqn: JaxprEqn, operand: _Operand) -> Value:  # noqa: PLR0911  (a case a line)
-        value = operand.value
-        axes = eqn.params.get("axes", ())
+    def _reduced(self, at: _Equation) -> Value:  # noqa: PLR0911  (a case a line)
+        kind, operand, value = at.kind, at.operands[0], at.values[0]
+        axes = at.eqn.params.get("axes", ())
         over = [axis for axis in operand.axes if axis in axes]
         if value.kind == Relation.MIXED or not over:
             if value.kind in _REDUCED and kind != "reduce_sum":
@@ -726,8 +717,8 @@ class _Follower:
             return Value(_LARGEST[kind])
         return self._mixed(f"the examples are searched or multiplied ({kind})")
 
-    def _along(self, kind: str, eqn: JaxprEqn, operands: list[_Operand]) -> Value:
-        params, rank = eqn.params, len(operands[0].shape)
+    def _along(self, at: _Equation) -> Value:
+        kind, eqn, params, rank = at.kind, at.eqn, at.eqn.params, len(at.operands[0].shape)
         if kind == "rev":
             axes = set(_param(eqn, "dimensions"))
         elif kind == "fft":
@@ -736,11 +727,10 @@ class _Follower:
             axes = {_param(eqn, _ALONG[kind])}
         else:
             axes = {params.get("axis", params.get("reduction_dimension", rank - 1)) % rank}
-        along = any(axes.intersection(operand.axes) for operand in operands)
-        values = [operand.value for operand in operands]
-        if along and all(value.kind == Relation.SAME for value in values):
+        along = any(axes.intersection(operand.axes) for operand in at.operands)
+        if along and all(value.kind == Relation.SAME for value in at.values):
             return Value(degree=None if kind.startswith("cum") else 0, placed=True)
-        return self._unless(along, values, f"the examples are put in another order, or added up one after the other ({kind})")
+        return self._unless(along, at.values, f"the examples are put in another order, or added up one after the other ({kind})")
 
     def _iota(self, at: _Equation) -> Value:
         placed = _param(at.eqn, "dimension") in at.out.axes
@@ -749,7 +739,7 @@ class _Follower:
         )
 
     def _concatenate(self, at: _Equation) -> Value:
-        axis, values = _param(at.eqn, "dimension"), [operand.value for operand in at.operands]
+        axis, values = _param(at.eqn, "dimension"), at.values
         if Relation.MIXED in {value.kind for value in values} or all(value.kind == Relation.SAME for value in values):
             return replace(self._joined(values, sums=False), zero=all(value.zero for value in values))
         along = [operand for operand in at.operands if axis in operand.axes]
@@ -767,8 +757,11 @@ class _Follower:
         placed = next((value for value in rows if value.placed), rows[0])
         return replace(placed, blocks=sum(o.value.blocks for o in along))
 
-    def _split(self, eqn: JaxprEqn, operand: _Operand, outs: list[_Operand]) -> list[Value]:
-        axis, value = _param(eqn, "axis"), operand.value
+    def _split(self, at: _Equation) -> Value | list[Value]:
+        operand, outs = at.operands[0], at.outs
+        if not operand.axes:
+            return self._joined(at.values, sums=False)
+        axis, value = _param(at.eqn, "axis"), operand.value
         if value.kind != Relation.ROWS or axis not in operand.axes:
             return [replace(value, placed=value.placed, index=False)] * len(outs)
         inner = Fraction(operand.shape[axis], value.blocks)
@@ -835,9 +828,8 @@ class _Follower:
     def _gather(self, at: _Equation) -> Value:  # noqa: PLR0911  (a case a line)
         (operand, indices), named = at.operands[:2], _param(at.eqn, "dimension_numbers")
         value, index = operand.value, indices.value
-        for known in (value, index):
-            if known.kind == Relation.MIXED:
-                return known
+        if (mixed := _first_mixed([value, index])) is not None:
+            return mixed
         if index.kind == Relation.SAME and index.degree != 0 and not index.index:
             return self._depending(index, value)
         if value.kind == Relation.SAME and index.kind == Relation.SAME:
@@ -866,29 +858,28 @@ class _Follower:
         if not isinstance(indices.atom, Var):
             return False
         made = self._made.get(indices.atom)
-        if made is not None and (parts := columns_of(made[0])):
-            return self.read(parts[column], columns_of(made[1])[column]).value.index
+        if made is not None and (parts := columns_of(made.eqn)):
+            return self.read((parts[column], columns_of(made.other)[column])).index
         return indices.value.index
 
     def _scattered(self, at: _Equation) -> Value:
         (operand, indices, update), named = at.operands[:3], _param(at.eqn, "dimension_numbers")
         values = [operand.value, indices.value, update.value]
-        mixed = [value for value in values if value.kind == Relation.MIXED]
-        if mixed:
-            return mixed[0]
+        if (mixed := _first_mixed(values)) is not None:
+            return mixed
         if indices.value.kind in _REDUCED:
             return self._mixed("an index is computed of all examples")
-        own = False  # whether each example writes at its own place
+        in_place = False  # whether each example writes at its own place
         if operand.axes:
             axis, columns = operand.axes[0], named.scatter_dims_to_operand_dims
             numbered = axis in columns and self._numbers(indices, columns.index(axis))
             window = axis not in named.inserted_window_dims and axis not in columns and not indices.axes and bool(update.axes)
-            own = axis in named.operand_batching_dims or numbered or window
+            in_place = axis in named.operand_batching_dims or numbered or window
         if all(value.kind == Relation.SAME for value in values):
-            placed = bool(operand.axes) and (operand.value.placed or update.value.placed or not own)
+            placed = bool(operand.axes) and (operand.value.placed or update.value.placed or not in_place)
             return Value(degree=0 if all(value.degree == 0 for value in values) else None, placed=placed)
         if operand.axes:
-            if own:
+            if in_place:
                 return self._rows_of(self._joined([operand.value, update.value], sums=True), [replace(indices.value, placed=False)])
             return self._mixed("rows of examples are put at other places")
         if not (update.axes or indices.axes):
@@ -933,42 +924,61 @@ class _Follower:
 
     # ------------------------------------------------------------------------------------------------------- loops and branches
 
-    def _body(
+    def inner(self, eqn: _Equation) -> Inner | None:
+        """The functions inside an equation: of each a pair, as it is at both sizes."""
+        first, second = (inner_of(each, self.enters) for each in (eqn.eqn, eqn.other))
+        if first is None or second is None:
+            return None
+        if isinstance(first, Cond) and isinstance(second, Cond):
+            return first._replace(branches=_together(first.branches, second.branches, "branches"))
+        pairs = zip(first._fields, first, second, strict=True)
+        return first._replace(**{name: (a, b) for name, a, b in pairs if isinstance(a, (Jaxpr, ClosedJaxpr))})
+
+    def opened(self, body: tuple[ClosedJaxpr, ClosedJaxpr]) -> Body:
+        """What a function consists of; the arrays that it closed over are looked at where they are read."""
+        for closed, constants in zip(body, self._constants, strict=True):
+            constants.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        first, second = (closed.jaxpr for closed in body)
+        inputs, outputs = _together(first.invars, second.invars, "arguments"), _together(first.outvars, second.outvars, "results")
+        return Body(inputs, outputs, [_Equation(a, b) for a, b in _together(first.eqns, second.eqns, "equations")])
+
+    def call(
         self,
-        bodies: tuple[ClosedJaxpr, ClosedJaxpr],
+        body: tuple[ClosedJaxpr, ClosedJaxpr],
         values: Sequence[Value],
+        *,
         shards: frozenset[str] | None = None,
         turns: tuple[int, int] | None = None,
     ) -> list[Value]:
         """What a function that is called returns; ``shards`` are the axes of a ``shard_map``, ``turns`` those of a loop."""
-        inner, (first, second) = _Follower(self.sizes), bodies
-        inner._turns = self._turns if turns is None else turns
-        inner._name, inner._eqn, inner._shards = self._name, self._eqn, self._shards if shards is None else shards
-        for (a, b), value in zip(_together(first.jaxpr.invars, second.jaxpr.invars, "arguments"), values, strict=True):
-            inner.take(a, b, replace(value, total=None, at=None))
-        inner.constants(*(dict(zip(body.jaxpr.constvars, body.consts, strict=True)) for body in bodies))
-        inner.run(first.jaxpr.eqns, second.jaxpr.eqns)
-        return [inner.read(a, b).value for a, b in _together(first.jaxpr.outvars, second.jaxpr.outvars, "results")]
+        around = self._turns, self._shards
+        self._turns, self._shards = turns or self._turns, self._shards if shards is None else shards
+        results = super().call(body, [replace(value, total=None, at=None) for value in values])
+        self._turns, self._shards = around
+        return results
 
-    def _map(self, eqn: JaxprEqn, other: JaxprEqn, operands: list[_Operand], outs: list[_Operand]) -> list[Value]:
+    def _map(self, at: _Equation) -> list[Value]:
         """A ``jax.shard_map``: what it does to the examples of each shard, it does to all."""
-        mapped, second = shard_map_of(eqn), shard_map_of(other)
+        mapped, second = shard_map_of(at.eqn), shard_map_of(at.other)
         if mapped is None or second is None:
             raise _Foreign
         entries = [
             spec[axis]
-            for spec, each in zip(mapped.specs, (*operands, *outs), strict=True)
+            for spec, each in zip(mapped.specs, (*at.operands, *at.outs), strict=True)
             for axis in each.axes
             if axis < len(spec)
         ]
         divided = {name for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))}
         shards = self._shards | mapped.manual.difference(divided)
-        return self._body((ClosedJaxpr(mapped.body, []), ClosedJaxpr(second.body, [])), [o.value for o in operands], shards)
+        return self.call((ClosedJaxpr(mapped.body, []), ClosedJaxpr(second.body, [])), at.values, shards=shards)
 
-    def _between_shards(self, eqn: JaxprEqn, operands: Sequence[_Operand]) -> list[Value]:
+    def _between_shards(self, at: _Equation) -> Value | list[Value]:
         """A collective that leaves each example where it is."""
-        if kind_of(eqn) in ("pmax", "pmin"):
-            return [self._applied(kind_of(eqn), [operand.value]) for operand in operands]
+        eqn, operands = at.eqn, at.operands
+        if not self._shards.issuperset(named_axes(eqn)):
+            return self._unknown(at, at.out)
+        if at.kind in ("pmax", "pmin"):
+            return [self._applied(at.kind, [value]) for value in at.values]
         if not operands:  # the number of a shard
             return [Value()]
         names = "all_gather_dimension", "split_axis", "concat_axis", "scatter_dimension"
@@ -980,50 +990,48 @@ class _Follower:
             for o in operands
         ]
 
-    def _widened(self, old: Value, new: Value) -> Value:
+    def either(self, a: Value, b: Value) -> Value:
         """What is one or the other."""
-        if old == new or (new.zero and old.kind != Relation.SAME):
-            return old
-        if Relation.MIXED in (old.kind, new.kind):
-            return old if old.kind == Relation.MIXED else new
-        return self._joined([old, new], sums=False) if not old.zero else replace(new, zero=False)
+        if a == b or (b.zero and a.kind != Relation.SAME):
+            return a
+        if Relation.MIXED in (a.kind, b.kind):
+            return a if a.kind == Relation.MIXED else b
+        return self._joined([a, b], sums=False) if not a.zero else replace(b, zero=False)
 
-    def _settled(self, run: Callable[[list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
-        """The values that a loop carries, whatever the iteration."""
-        for _ in range(4):
-            after = [self._widened(a, b) for a, b in zip(carry, run(carry), strict=True)]
-            if after == carry:
-                return carry
-            carry = after
-        return [
-            value if value.kind == Relation.SAME else self._mixed("a loop carries examples in a way of its own") for value in carry
-        ]
+    def unsettled(self, value: Value) -> Value:
+        """What a loop carries that is something else in each iteration."""
+        return value if value.kind == Relation.SAME else self._mixed("a loop carries examples in a way of its own")
 
-    def _scan(self, eqn: JaxprEqn, other: JaxprEqn, operands: list[_Operand], outs: list[_Operand]) -> list[Value]:
-        scans = scan_of(eqn), scan_of(other)
-        values = [operand.value for operand in operands]
-        if scans[0] is None or scans[1] is None:
-            return [self._applied("scan", values)] * len(outs)
-        scan, bodies = scans[0], (scans[0].body, scans[1].body)
-        fixed, carry, rest = values[: scan.num_fixed], values[scan.num_fixed : scan.num_before], values[scan.num_before :]
-        if scan.length == scans[1].length:
-            carry = self._settled(lambda carried: self._body(bodies, [*fixed, *carried, *rest])[: scan.num_carry], carry)
-            return [*carry, *self._body(bodies, [*fixed, *carry, *rest])[scan.num_carry :]]
-        sums = _sums(bodies[0], range(scan.num_fixed, scan.num_before))
-        kept = {k for k in range(scan.num_carry) if bodies[0].jaxpr.outvars[k] is bodies[0].jaxpr.invars[scan.num_fixed + k]}
+    def decided(self, eqn: _Equation, condition: Value, values: list[Value]) -> list[Value]:
+        """What a branch returns, or a loop carries."""
+        loop = inner_of(eqn.eqn, {"while"})
+        if isinstance(loop, While) and condition.kind in (Relation.LARGEST, Relation.SMALLEST) and _stops_each(loop):
+            return values  # as of jax.vmap: an example for which the loop is over stays as it is
+        return [self._depending(condition, value) for value in values]
+
+    def scanned(self, eqn: _Equation, loop: Scan, values: list[Value]) -> Sequence[Value]:
+        """What a loop carries and makes: over examples, where it has other turns at the second size."""
+        turns = loop.length, length_of(eqn.other) or 0
+        if turns[0] == turns[1]:
+            return super().scanned(eqn, loop, values)
+        bodies: Function = loop.body
+        fixed, carry, rest = loop.split(values)
+        body = bodies[0].jaxpr
+        sums = {k for k in _sums(body, loop.num_fixed) if k < loop.num_carry}
+        kept = {k for k in range(loop.num_carry) if body.outvars[k] is body.invars[loop.num_fixed + k]}
         fixed = [replace(value, index=False) for value in fixed]  # of the turns of a loop around this one
-        varying, turns = Value(degree=None, placed=True), (scan.length, scans[1].length)  # from iteration to iteration
+        varying = Value(degree=None, placed=True)  # from iteration to iteration
         inside = [Value(zero=True) if k in sums and old.kind == Relation.SAME else old for k, old in enumerate(carry)]
-        after = self._body(bodies, [*fixed, *inside, *rest])
-        pairs = list(zip(inside, after[: scan.num_carry], strict=True))
+        after = self.call(bodies, [*fixed, *inside, *rest])
+        pairs = list(zip(inside, after[: loop.num_carry], strict=True))
         changing = [k not in kept | sums and old.kind == new.kind == Relation.SAME for k, (old, new) in enumerate(pairs)]
         if any(changing):
-            numbers = _counters(bodies[0], range(scan.num_fixed, scan.num_before))
+            numbers = _counters(body, loop.num_fixed)
             varied = [replace(varying, index=old.zero and k in numbers) for k, old in enumerate(inside)]
             inside = [new if each else old for each, old, new in zip(changing, inside, varied, strict=True)]
-            after = self._body(bodies, [*fixed, *inside, *rest], turns=turns)
+            after = self.call(bodies, [*fixed, *inside, *rest], turns=turns)
         final = []
-        for k, (old, new) in enumerate(zip(carry, after[: scan.num_carry], strict=True)):
+        for k, (old, new) in enumerate(zip(carry, after[: loop.num_carry], strict=True)):
             if k in kept or new.kind == Relation.MIXED:
                 final.append(old if k in kept else new)
             elif k in sums and new.kind in (Relation.ROWS, Relation.SAME) and old.kind in (Relation.SAME, Relation.TOTAL):
@@ -1039,33 +1047,26 @@ class _Follower:
             old if k in kept or k in sums or old.index else varying if value.kind == Relation.SAME else value
             for k, (old, value) in enumerate(zip(inside, final, strict=True))
         ]
-        return [*final, *self._body(bodies, [*fixed, *inside, *rest], turns=turns)[scan.num_carry :]]
-
-    def _while(self, eqn: JaxprEqn, other: JaxprEqn, operands: Sequence[_Operand]) -> list[Value]:
-        values = [operand.value for operand in operands]
-        tests, fixed = _param(eqn, "cond_nconsts"), _param(eqn, "body_nconsts")
-        bodies = _param(eqn, "body_jaxpr"), _param(other, "body_jaxpr")
-        asks = _param(eqn, "cond_jaxpr"), _param(other, "cond_jaxpr")
-        constants = values[tests : tests + fixed]
-        carry = self._settled(lambda carried: self._body(bodies, [*constants, *carried]), values[tests + fixed :])
-        (condition,) = self._body(asks, [*values[:tests], *carry])
-        if condition.kind in (Relation.LARGEST, Relation.SMALLEST) and _stops_each(bodies[0].jaxpr, fixed):
-            return carry  # as of jax.vmap: an example for which the loop is over stays as it is
-        return [self._depending(condition, value) for value in carry]
-
-    def _cond(self, eqn: JaxprEqn, other: JaxprEqn, values: list[Value]) -> list[Value]:
-        branches = _together(_param(eqn, "branches"), _param(other, "branches"), "branches")
-        results = [self._body(branch, values[1:]) for branch in branches]
-        found = []
-        for column in zip(*results, strict=True):
-            value = column[0]
-            for more in column[1:]:
-                value = self._widened(value, more)
-            found.append(self._depending(values[0], value))
-        return found
+        return [*final, *self.call(bodies, [*fixed, *inside, *rest], turns=turns)[loop.num_carry :]]
 
 
-_RULES: dict[str, Callable[[_Follower, _Equation], Value]] = {
+_Rule = Callable[[_Follower, _Equation], Value | list[Value]]
+_APPLIED: _Rule = lambda self, at: self._applied(at.kind, at.values)  # noqa: E731
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(_ELEMENTWISE, _APPLIED),
+    **dict.fromkeys(("stack", "tile"), lambda self, at: self._joined(at.values, sums=False)),
+    **dict.fromkeys(_WINDOWS, _Follower._window),
+    **dict.fromkeys(_MATRIX, _Follower._matrix),
+    **dict.fromkeys((*_ALONG, "top_k", "approx_top_k", "rev", "fft", "argsort"), _Follower._along),
+    **dict.fromkeys(_REDUCES, _Follower._reduced),
+    **dict.fromkeys(_LINEAR | _PASSES, _Follower._passed),
+    **dict.fromkeys(_ADDS, lambda self, at: self._joined(at.values, sums=True)),
+    **dict.fromkeys(("mul", "div"), _Follower._product),
+    **dict.fromkeys(_RANDOM, _Follower._random),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min"), _Follower._scattered),
+    **dict.fromkeys(("split", "unstack"), _Follower._split),
+    **dict.fromkeys(_BETWEEN_SHARDS, _Follower._between_shards),
+    "select_n": _Follower._selected,
     "iota": _Follower._iota,
     "concatenate": _Follower._concatenate,
     "slice": _Follower._slice,
@@ -1075,62 +1076,60 @@ _RULES: dict[str, Callable[[_Follower, _Equation], Value]] = {
     "dot_general": _Follower._dot_general,
     "conv_general_dilated": _Follower._conv_general_dilated,
     "pad": _Follower._pad,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min"), _Follower._scattered),
+    "optimization_barrier": lambda _, at: list(at.values),
+    "scan": _APPLIED,  # one that closes over arrays
+    "shard_map": _Follower._map,
 }
 
 
-def _stops_each(body: Jaxpr, num_fixed: int) -> bool:
-    """Whether a loop's body leaves each value that it carries as it is where a condition says so."""
+def _carried(body: Jaxpr, first: int) -> list[tuple[Var, Atom, JaxprEqn | None]]:
+    """Of each value that a loop carries, from the argument ``first`` on: what it was, what it becomes, and what makes it so."""
     made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
-    pairs = zip(body.invars[num_fixed:], body.outvars, strict=True)
-    chosen = [(old, made.get(new) if isinstance(new, Var) else None) for old, new in pairs if new is not old]
+    pairs = zip(body.invars[first:], body.outvars, strict=False)
+    return [(old, new, made.get(new) if isinstance(new, Var) else None) for old, new in pairs]
+
+
+def _stops_each(loop: While) -> bool:
+    """Whether a loop's body leaves each value that it carries as it is where a condition says so."""
+    chosen = [(old, eqn) for old, new, eqn in _carried(loop.body.jaxpr, loop.num_fixed) if new is not old]
     return all(eqn is not None and kind_of(eqn) == "select_n" and old in eqn.invars[1:] for old, eqn in chosen)
 
 
-TOLD_OF = frozenset(
+def _counters(body: Jaxpr, first: int) -> set[int]:
+    """Which of the values that a loop carries grow by one in each turn."""
+    return {
+        k
+        for k, (old, _, eqn) in enumerate(_carried(body, first))
+        if eqn is not None and kind_of(eqn) == "add" and eqn.invars[0] is old and number_in(eqn.invars[1]) == 1
+    }
+
+
+def _sums(body: Jaxpr, first: int) -> set[int]:
+    """Which of the values that a loop carries are only added to."""
+    sums = set[int]()
+    for k, (old, new, eqn) in enumerate(_carried(body, first)):
+        readers = [each for each in body.eqns if old in each.invars]
+        while len(readers) == 1 and kind_of(readers[0]) == "convert_element_type":
+            readers = [each for each in body.eqns if readers[0].outvars[0] in each.invars]
+        read = body.outvars.count(old) > 0 or body.outvars.count(new) > 1 or any(new in each.invars for each in body.eqns)
+        if eqn is not None and kind_of(eqn) in ("add", "add_any") and readers == [eqn] and not read:
+            sums.add(k)
+    return sums
+
+
+OPAQUE = frozenset(
     "after_all create_token call_exported core_map custom_lin custom_partitioning debug_callback debug_print eval_jaxpr ffi_call "
     "get io_callback linear_call pallas_call polynomial pure_callback ragged_all_to_all reduce run_state select_and_scatter "
     "swap".split()
 )
 """Primitives of which nobody knows what they do with the examples that they read: a function of the host, a kernel, a state."""
 
-KNOWN = (
-    _LINEAR | _PASSES | _ADDS | _ELEMENTWISE | _RANDOM | _ALONG.keys() | _REDUCES | _MATRIX | _WINDOWS | _BETWEEN_SHARDS | _BODIES
-).union(_RULES, _UNIFORM, _OTHERS)
+KNOWN = _Follower.enters.union(_RULES, _UNIFORM)
 """The primitives whose equations are followed."""
 
 
 def _whole(atom: Atom) -> bool:
     return jnp.issubdtype(aval_of(atom).dtype, jnp.integer) or aval_of(atom).dtype == bool
-
-
-def _counters(body: ClosedJaxpr, carried: range) -> set[int]:
-    """Which of the values that a loop carries grow by one in each turn."""
-    jaxpr = body.jaxpr
-    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    eqns = [made.get(out) if isinstance(out, Var) else None for out in jaxpr.outvars[: len(carried)]]
-    pairs = [(eqn, jaxpr.invars[index]) for eqn, index in zip(eqns, carried, strict=True)]
-    return {
-        k
-        for k, (eqn, var) in enumerate(pairs)
-        if eqn is not None and kind_of(eqn) == "add" and eqn.invars[0] is var and number_in(eqn.invars[1]) == 1
-    }
-
-
-def _sums(body: ClosedJaxpr, carried: range) -> set[int]:
-    """Which of the values that a loop carries are only added to."""
-    jaxpr, sums = body.jaxpr, set()
-    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    for k, index in enumerate(carried):
-        var, out = jaxpr.invars[index], jaxpr.outvars[k]
-        eqn = made.get(out) if isinstance(out, Var) else None
-        readers = [eqn for eqn in jaxpr.eqns if var in eqn.invars]
-        while len(readers) == 1 and kind_of(readers[0]) == "convert_element_type":
-            readers = [eqn for eqn in jaxpr.eqns if readers[0].outvars[0] in eqn.invars]
-        read = jaxpr.outvars.count(var) > 0 or jaxpr.outvars.count(out) > 1 or any(out in each.invars for each in jaxpr.eqns)
-        if eqn is not None and kind_of(eqn) in ("add", "add_any") and readers == [eqn] and not read:
-            sums.add(k)
-    return sums
 
 
 class Verdict(NamedTuple):
