@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxpp
 from jaxpp.engine.engine import open_engine
@@ -196,8 +197,8 @@ def test_residuals_that_wait_in_host_memory_do_not_count():
         options = Options.of(
             lambda p, x: (x @ p[0] @ p[1] @ p[2] @ p[3]).sum(), num_stages=4, num_microbatches=8, schedule=made, remat=remat
         )
-        found = _Layouts(options, None, (params,), None, None, None, frozenset(), None, (), Slicing())
-        sizes[remat] = found._held(params, (), frozenset()).num_kept
+        found = _Layouts(options, None, (params,), None, None, None, frozenset(), None, (PartitionSpec(),) * 4, Slicing())
+        sizes[remat] = found._bytes(Slicing()).num_kept
     assert sizes["least"] == (8, 8, 8, 8)
     assert max(sizes["offload"]) <= 4
 
