@@ -1,11 +1,13 @@
 """A plan: a step as a flat list of instructions over slots; a slot is used again after the last reader of its value."""
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from jaxpp.plan.builder import FusedAction, MemoryCopy
+from jaxpp.plan.builder import FusedAction, MemoryCopy, Name
+from jaxpp.plan.lanes import Lanes, Turn
 from jaxpp.types import Array, Device, Leaf
 
 
@@ -43,6 +45,7 @@ class Plan:
     inputs: tuple[int, ...]  # the slot of each argument of the step
     outputs: tuple[int, ...]  # the slot of each result
     consumes: int  # the number of the first instruction that takes over the buffer of an argument
+    turns: tuple[Turn, ...] = ()  # of each instruction, where a thread for each rank hands them over; none if there is one lane
 
     @cached_property
     def parts(self) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
@@ -63,23 +66,32 @@ def _numbers(slots: Sequence[int]) -> str:
 
 
 class SlotNumbers:
-    """Numbers for names, those used last first."""
+    """Numbers for names; a number is used again, those used last first, for a name of the same lane.
 
-    def __init__(self):
-        self._taken: dict[Hashable, int] = {}
-        self._free: list[int] = []
+    A name that several lanes touch has a number for itself: its lane would have to wait for the other one to be done with it.
+    """
+
+    def __init__(self, lanes: Lanes):
+        self._lanes = lanes
+        self._taken: dict[Name, int] = {}
+        self._free = defaultdict[int | None, list[int]](list)
         self.size = 0
 
-    def __getitem__(self, name: Hashable) -> int:
+    def __getitem__(self, name: Name) -> int:
         if name not in self._taken:
-            if not self._free:
-                self._free.append(self.size)
+            lane = self._lanes.local.get(name)
+            free = [] if lane is None else self._free[lane]
+            if not free:
+                free.append(self.size)
                 self.size += 1
-            self._taken[name] = self._free.pop()
+            self._taken[name] = free.pop()
         return self._taken[name]
 
-    def release(self, names: Iterable[Hashable]) -> list[int]:
-        """The slots of values that nobody reads any more; they may be used again."""
-        freed = [self._taken.pop(name) for name in names]
-        self._free += freed
+    def release(self, names: Iterable[Name]) -> list[int]:
+        """The slots that are empty once nobody reads these values any more; what several lanes read stays to the end."""
+        freed = []
+        for name in names:
+            if name not in self._lanes.several:
+                freed.append(self._taken.pop(name))
+                self._free[self._lanes.local.get(name)].append(freed[-1])
         return freed

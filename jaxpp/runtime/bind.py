@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
 from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, LineList, MemoryCopy, Name
+from jaxpp.plan.lanes import in_lanes
 from jaxpp.plan.plan import About, Instruction, Plan, SlotNumbers
 from jaxpp.runtime.compile import Executable, PlacedProgram, Programs
 from jaxpp.runtime.place import Place, Placement, Submesh
@@ -216,7 +217,10 @@ def compile_plan(
     compiled, chosen = compile_lines(lines, programs, what, given)
     placed = {name: programs.constant(value, bound.placement[name.stage], name.ref) for name, value in bound.constants.items()}
     compiled_bound = dataclasses.replace(bound, chosen=chosen, placed=placed)
-    last, kept, slots = dataclasses.replace(bound, lines=tuple(lines)).last_uses, set(bound.outputs), SlotNumbers()
+    of_caller = set(bound.inputs)
+    consumes = next((k for k, line in enumerate(lines) if not of_caller.isdisjoint(line.taken)), len(lines))
+    lanes = in_lanes(lines, [place.devices for place in bound.placement.places], consumes)
+    last, kept, slots = dataclasses.replace(bound, lines=tuple(lines)).last_uses, set(bound.outputs), SlotNumbers(lanes)
     arguments = tuple(slots[name] for name in bound.inputs)
     constants = tuple((slots[name], value) for name, value in (placed | away).items())
     instructions, made_at = [], dict[Name, Home]()
@@ -236,9 +240,8 @@ def compile_plan(
         program = executable.name if executable else ""
         about = About(line.device, line.stage, line.action, line.is_send, program, at, line.copies, line.fused)
         instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
-    of_caller = set(bound.inputs)
-    consumes = next((k for k, line in enumerate(lines) if not of_caller.isdisjoint(line.taken)), len(lines))
-    plan = Plan(tuple(instructions), slots.size, constants, arguments, tuple(slots[name] for name in bound.outputs), consumes)
+    results, turns = tuple(slots[name] for name in bound.outputs), lanes.turns if lanes.count > 1 else ()
+    plan = Plan(tuple(instructions), slots.size, constants, arguments, results, consumes, turns)
     return plan, compiled_bound
 
 
