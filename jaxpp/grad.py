@@ -45,6 +45,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
     shared: str | Sequence[str] = (),
     max_shapes: int = 8,
     fuse: bool | None = None,
+    threads: str = "auto",
 ) -> Callable[..., Any]:
     """A function that returns the loss and its gradient, computed as a pipeline.
 
@@ -76,7 +77,7 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         (4, 8)
     """
     asked = Asked(
-        Order(num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts),
+        Order(num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, threads=threads),
         Loss(has_aux, allow_int=allow_int, reduce_aux=reduce_aux, weight=weight, reduction=reduction, shared=shared),
         where=Where(devices, mesh, data_parallel=data_parallel, axes=axes, shardings=shardings),
         memory=Memory(remat, fuse=fuse, max_shapes=max_shapes),

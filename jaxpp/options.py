@@ -70,6 +70,7 @@ class Options:
     delay: int = 0  # how many steps the gradients of a step are late
     max_shapes: int = 8
     fuse: bool = False  # whether a forward and the backward right behind it run as one program, where a stage can
+    threads: str = "auto"  # what hands over a step: "one" thread, one for each of the "ranks", or what is likely to be quicker
     hbm: int | None = None  # bytes of each device, into which a step is to fit; None if nobody asks
     devices_warning: DevicesWarning | None = None  # what to tell the user of devices that nobody named
     made_to_measure: bool = False  # whether the schedule is yet to be found for what the stages will take: schedule="auto"
@@ -161,6 +162,7 @@ class Order:
     schedule: str | Schedule = "1f1b"
     cuts: Sequence[str] | None = None
     balance: str = "cost"
+    threads: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,7 @@ class Asked(NamedTuple):
             max_shapes=int(memory.max_shapes),
             hbm=memory.hbm,
             fuse=_fuse_of(memory.fuse, platform),
+            threads=_threads_of(order.threads),
             host=_host_of(memory.host, is_loss=loss.is_loss),
             delay=_delay_of(training.delay),
             made_to_measure=auto,
@@ -289,6 +292,7 @@ class Asked(NamedTuple):
 
 
 _TRAINED = "the parameters that a step trains", 'trains="generator", or leave it out to train all'
+_THREADS = ("auto", "one", "ranks")
 _GROUPS = (Order, Loss, Training, Where, Memory)
 
 
@@ -373,6 +377,13 @@ def _balance_of(balance: str, places: Sequence[Place]) -> str:
         fix = "leave balance out, and a rank gets work in proportion to its devices; or pass cuts=[...]"
         raise ArgumentError(f"balance={balance!r}", rule, got, fix)
     return balance
+
+
+def _threads_of(threads: object) -> str:
+    if threads not in _THREADS:
+        rule = "one thread hands over a step, or one for each rank"
+        raise ArgumentError(f"threads={threads!r}", rule, shown(threads), f"pass {', '.join(map(repr, _THREADS))}")
+    return str(threads)
 
 
 def _fuse_of(fuse: object, platform: str) -> bool:

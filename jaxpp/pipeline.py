@@ -232,9 +232,10 @@ class Pipeline(Forward):
         fuse: bool | None = None,
         host: str | None = None,
         delay: int = 0,
+        threads: str = "auto",
     ):
         asked = Asked(
-            Order(num_stages, num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, balance=balance),
+            Order(num_stages, num_microbatches, schedule=schedule, cuts=cuts, balance=balance, threads=threads),
             Loss(has_aux, has_state, reduce_aux=reduce_aux, weight=weight, reduction=reduction, shared=shared),
             Training(trains=trains, cut_gradient=cut_gradient, loss_scale=loss_scale, delay=delay),
             Where(devices, mesh, data_parallel=data_parallel, axes=axes, shardings=shardings, shard=shard),
@@ -291,6 +292,7 @@ class Pipeline(Forward):
         fuse: bool | None = None,
         host: str | None = None,
         delay: int = 0,
+        threads: str = "auto",
     ) -> "Pipeline":
         """A pipeline from explicit stage functions, for teaching and debugging.
 
@@ -303,7 +305,7 @@ class Pipeline(Forward):
         functions = check_stages(stages, loss)
         cuts = [scope(k) for k in range(1, len(functions))]
         asked = Asked(
-            Order(len(functions), num_microbatches=num_microbatches, schedule=schedule, cuts=cuts),
+            Order(len(functions), num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, threads=threads),
             Loss(weight=weight, reduction=reduction, shared=shared),
             Training(delay=delay),
             Where(devices, mesh, data_parallel=data_parallel, axes=axes, shardings=shardings, shard=shard),
@@ -536,11 +538,9 @@ class Pipeline(Forward):
             self._newest.state = state
             with Hold() as hold, jax.profiler.TraceAnnotation(STEP):
                 try:
-                    rest = setup.runner.flow(task, given, batch, key, hold.begin) if self._options.delay and donate else None
-                    if rest is not None:
-                        return self._in_flow(setup, rest, num_steps + 1)
-                    leaves = given.outcome().state if isinstance(given, Tail) else given
-                    outcome = setup.runner.step(task, leaves, batch, key, donate=donate, hold=hold.begin)
+                    outcome = setup.runner.step(task, given, batch, key, donate=donate, hold=hold.begin)
+                    if isinstance(outcome, Tail):
+                        return self._in_flow(setup, outcome, num_steps + 1)
                 except BaseException as error:
                     if tail is not None and tail.failed:  # there is no state, and the error says so
                         raise

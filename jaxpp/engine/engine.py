@@ -22,24 +22,25 @@ from jaxpp.engine.tracing import check_key, raw_key, same_shapes, shapes_key
 from jaxpp.errors import StateError
 from jaxpp.optim.update import Update, add_update, flat
 from jaxpp.options import Options
-from jaxpp.plan.builder import CALLER, Builder, LineList, Name, here
+from jaxpp.plan.builder import CALLER, Builder, Flow, LineList, Name, here
 from jaxpp.plan.lower import INIT_KEY, add_gradients, add_wait, add_zero_gradients, forward_actions, lower, lower_init
 from jaxpp.plan.passes.donate import donate, let_go
 from jaxpp.plan.passes.flow import in_flow, with_previous
 from jaxpp.plan.passes.offload import offload, without_needless
 from jaxpp.plan.passes.transform import Pass, transform
 from jaxpp.plan.passes.visits import early, visit
-from jaxpp.plan.plan import Plan
+from jaxpp.plan.plan import Plan, Run
 from jaxpp.plan.step import COPIES, Leaves, Step, state_name, total_name
 from jaxpp.runtime.bind import Bound, bind_lines, compile_plan, report
 from jaxpp.runtime.compile import Programs, trace_context
 from jaxpp.runtime.debug_nans import NanCheck, flags
 from jaxpp.runtime.edges import HOST_MEMORY, at_replica, put, put_at, split_over_replicas, to_homes, unaliased
-from jaxpp.runtime.execute import Observer, dispatch, execute, first_slots, limit_of
+from jaxpp.runtime.execute import Observer, execute, hand_over, limit_of
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.runtime.place import Place, Placement
 from jaxpp.runtime.processes.channel import Agreement, agreement, transfers
 from jaxpp.runtime.processes.here import processes_of
+from jaxpp.runtime.threads import Threads
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.offload import Offloaded
 from jaxpp.schedule.registry import AUTO, with_microbatches
@@ -344,6 +345,7 @@ class Engine:
         checked = NanCheck(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
         options = {"leaves": self.placed.shapes_by_role, "watched": watched, "check": checked, "what": what}
         plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, **options)
+        plan = plan if self._in_threads(purpose, lowered.step) else dataclasses.replace(plan, turns=())
         return plan, dataclasses.replace(lowered, bound=bound)
 
     @property
@@ -462,7 +464,8 @@ class Engine:
             observer = self._limit.beside(observer)
         if self.alone:
             plan, lowered = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
-            outcome = lowered.outcome(execute(plan, self._arguments(lowered, purpose, leaves, batch, key), observer, hold))
+            arguments = self._arguments(lowered, purpose, leaves, batch, key)
+            outcome = lowered.outcome(execute(plan, arguments, observer, hold, self._threads_of(plan)))
             if donate and self.options.waiting:
                 _let_go(leaves, outcome.state)
             return outcome
@@ -473,41 +476,71 @@ class Engine:
         with transfers(call_of(purpose, is_loss=self.options.is_loss)):
             return lowered.outcome(execute(plan, arguments, observer, hold))
 
-    def flow(
+    def step(
         self,
         given: Leaves[Array] | Tail,
         batch: Batch,
         key: Key | None,
-        hold: Callable[[], None],
         *,
+        donate: bool = True,
         observer: Observer | None = None,
         watched: bool = False,
-    ) -> Tail | None:
-        """Hand over a step up to its last forwards, on a state or beside the rest of the step before it.
+        hold: Callable[[], None] | None = None,
+    ) -> Outcome[Array] | Tail:
+        """A training step on the leaves of a state, or on what is left of the step before.
 
-        The observer sees every instruction, if ``watched`` also whether it is done.
-
-        Returns:
-            the rest of the step; None where steps do not flow.
+        With ``delay``, it is handed over up to its last forwards, beside the rest of the step before, and its own rest is returned.
+        The other arguments are those of ``run``.
         """
-        plan, lowered = self.plan("update", batch, key, watched=watched)
-        if lowered.bound.flow is None:
-            return None
-        leaves = given.first.state if isinstance(given, Tail) else given
-        slots = first_slots(plan, self._arguments(lowered, "update", leaves, batch, key))
+        if self.options.delay and donate:
+            plan, lowered = self.plan("update", batch, key, watched=watched)
+            if lowered.flow is not None:
+                return self._begin(given, plan, lowered, lowered.flow, batch, key, observer, hold)
+        leaves = given.outcome().state if isinstance(given, Tail) else given
+        return self.run("update", leaves, batch, key, donate=donate, observer=observer, watched=watched, hold=hold)
+
+    def _begin(
+        self,
+        given: Leaves[Array] | Tail,
+        plan: Plan,
+        lowered: LoweredStep,
+        flow: Flow,
+        batch: Batch,
+        key: Key | None,
+        observer: Observer | None,
+        hold: Callable[[], None] | None,
+    ) -> Tail:
+        leaves, threads = given.first.state if isinstance(given, Tail) else given, self._threads_of(plan)
+        run = Run(plan, self._arguments(lowered, "update", leaves, batch, key))
         if isinstance(given, Tail):
-            hold()
-            before = given.beside(plan, lowered.bound.flow, slots, observer)
+            if hold is not None:
+                hold()
+            before = given.beside(run, flow, observer)
             for slot, known, value in zip(plan.inputs, leaves.flat(), before.state.flat()):  # noqa: B905  (the batch comes behind)
                 if known is None:
-                    slots[slot] = value
+                    run.slots[slot] = value
         else:
             try:
-                dispatch([(slots, plan.instructions[: lowered.bound.flow.body])], observer)
+                hand_over([(run, run.next(flow.body))], observer, threads)
             except BaseException:
-                slots.clear()  # as in ``execute``
+                run.slots.clear()  # as in ``execute``
                 raise
-        return Tail(self, plan, lowered, lowered.bound.flow, slots)
+        return Tail(self, run, lowered, flow, threads)
+
+    @cached_property
+    def threads(self) -> Threads:
+        """The threads that hand over what the ranks run, one for each; they end with the engine."""
+        return Threads(len(set(self.placement.places)))
+
+    def _threads_of(self, plan: Plan) -> Threads | None:
+        return self.threads if plan.turns else None
+
+    def _in_threads(self, purpose: Purpose, step: Step) -> bool:
+        """Whether a thread for each rank hands over a step: not where the host looks at values, or processes count transfers."""
+        looked_at = any(flags()) or step.calls_host or (purpose == "update" and calls_host(self.update.graph.eqns))
+        if self.options.threads == "one" or looked_at or not self.alone:
+            return False
+        return self.options.threads == "ranks" or self.options.devices[0].platform == "gpu"
 
     def _arguments(
         self, lowered: LoweredStep, purpose: Purpose, leaves: Leaves[Array], batch: Batch, key: Key | None

@@ -6,8 +6,8 @@ over, once; the others wait for that at its lock.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -15,9 +15,10 @@ from jaxpp.engine.outcome import LoweredStep, Outcome
 from jaxpp.errors import StateError
 from jaxpp.errors.user_mesh import set_aside
 from jaxpp.plan.builder import Flow
-from jaxpp.plan.plan import Instruction, Plan
-from jaxpp.runtime.execute import Observer, Slots, dispatch
+from jaxpp.plan.plan import Run
+from jaxpp.runtime.execute import Observer, hand_over
 from jaxpp.runtime.interrupts import held
+from jaxpp.runtime.threads import Threads
 from jaxpp.types import Array, Tree
 
 
@@ -27,13 +28,12 @@ class Tail:
     ``engine`` is the one whose steps it can be handed over beside.
     """
 
-    def __init__(self, engine: object, plan: Plan, lowered: LoweredStep, flow: Flow, slots: Slots):
-        self.engine, self.plan, self.lowered, self.flow, self._slots = engine, plan, lowered, flow, slots
+    def __init__(self, engine: object, run: Run, lowered: LoweredStep, flow: Flow, threads: Threads | None):
+        self.engine, self.lowered, self.flow, self._run, self._threads = engine, lowered, flow, run, threads
         late = [name in self.flow.late for name in lowered.outputs]
-        values: Slots = [None if one else slots[slot] for one, slot in zip(late, plan.outputs, strict=True)]
+        values: list[Any] = [None if one else value for one, value in zip(late, run.results(), strict=True)]
         self.first = lowered.outcome(values)  # what the body has made; None for the rest
         self.lock = threading.RLock()  # held while the rest is handed over, and while anybody takes what it has made
-        self._left = iter(plan.instructions[self.flow.body :])
         self._outcome: Outcome[Array] | None = None
         self._failed: BaseException | None = None
         self.then = list[Callable[[Outcome[Array]], None]]()  # called once with what the step returns
@@ -57,27 +57,19 @@ class Tail:
             with set_aside(), jax.ensure_compile_time_eval():  # a function that looks at a state while JAX traces it sees arrays
                 return self._finished(observer)
 
-    def beside(self, plan: Plan, flow: Flow, slots: Slots, observer: Observer | None = None) -> Outcome[Array]:
-        """Hand over the rest between the lines of the next step's body, which has these slots; what this step returns.
+    def beside(self, run: Run, flow: Flow, observer: Observer | None = None) -> Outcome[Array]:
+        """Hand over the rest between the lines of the body of the next step, which ``run`` is; what this step returns.
 
         If somebody has looked meanwhile, the lines of the body are all that is left to do.
         """
         with self.lock:
             self._check()
-            runs = self.flow.then(flow)
-            steps = {True: (self._slots, self._left), False: (slots, iter(plan.instructions[: flow.body]))}
-            running = False
-
-            def parts() -> Iterator[tuple[Slots, Iterator[Instruction]]]:
-                nonlocal running
-                for running, count in runs:
-                    yield steps[running][0], islice(steps[running][1], count)
-
+            parts = (((self._run if of_tail else run), count) for of_tail, count in self.flow.then(flow))
             try:
-                dispatch(parts(), observer)
+                hand_over(((each, each.next(count)) for each, count in parts), observer, self._threads)
             except BaseException as error:
-                slots.clear()
-                if running and self._outcome is None:
+                run.slots.clear()
+                if self._run.failed and self._outcome is None:
                     self._fail(error)
                 else:
                     self._finished()  # what has failed is the next step
@@ -88,12 +80,12 @@ class Tail:
         if self._outcome is not None:
             return self._outcome
         try:
-            dispatch([(self._slots, self._left)], observer)
+            hand_over([(self._run, self._run.left)], observer, self._threads)
         except BaseException as error:
             self._fail(error)
             raise
-        self._outcome = outcome = self.lowered.outcome([self._slots[slot] for slot in self.plan.outputs])
-        self._slots.clear()
+        self._outcome = outcome = self.lowered.outcome(self._run.results())
+        self._run.slots.clear()
         for tell in self.then:
             tell(outcome)
         return outcome
@@ -107,7 +99,7 @@ class Tail:
     def _fail(self, error: BaseException) -> None:
         error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
         self._failed = error
-        self._slots.clear()
+        self._run.slots.clear()
 
 
 class Rest:

@@ -126,10 +126,11 @@ class Forward:
         shared: str | Sequence[str] = (),
         host: str | None = None,
         max_shapes: int = 8,
+        threads: str = "auto",
     ):
         check_function("Forward(fn, ...)", _RULE, fn)
         asked = Asked(
-            Order(num_stages, num_microbatches=num_microbatches, cuts=cuts, balance=balance),
+            Order(num_stages, num_microbatches=num_microbatches, cuts=cuts, balance=balance, threads=threads),
             Loss(reduce_aux=reduce_aux, shared=shared, is_loss=False),
             where=Where(devices, mesh, data_parallel=data_parallel, axes=axes, shardings=shardings, shard=shard),
             memory=Memory(host=host, max_shapes=max_shapes),

@@ -1,10 +1,10 @@
 """A plan: a step as a flat list of instructions over slots; a slot is used again after the last reader of its value."""
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxpp.plan.builder import FusedAction, MemoryCopy, Name
 from jaxpp.plan.lanes import Lanes, Turn
@@ -47,11 +47,6 @@ class Plan:
     consumes: int  # the number of the first instruction that takes over the buffer of an argument
     turns: tuple[Turn, ...] = ()  # of each instruction, where a thread for each rank hands them over; none if there is one lane
 
-    @cached_property
-    def parts(self) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
-        """The instructions that leave the arguments as they are, and those from the first that does not."""
-        return self.instructions[: self.consumes], self.instructions[self.consumes :]
-
     def __str__(self) -> str:
         width = max((len(line.label) for line in self.instructions), default=0)
         rows = [f"plan: {len(self.instructions)} instructions, {self.num_slots} slots"]
@@ -59,6 +54,36 @@ class Plan:
             free = f"  free {' '.join(map(str, line.free))}" if line.free else ""
             rows.append(f"{line.label.ljust(width)}  {_numbers(line.inputs)} -> {_numbers(line.outputs)}{free}")
         return "\n".join(rows)
+
+
+Slots = list[Any]
+"""The values of a step by slot."""
+
+
+class Run:
+    """A plan on arguments, as far as it was handed over.
+
+    Attributes:
+        left: the numbers of the instructions that were not handed over yet.
+        failed: whether one of its instructions has raised an error.
+        done: how many instructions of each lane were handed over, if threads do so.
+    """
+
+    def __init__(self, plan: Plan, arguments: Sequence[Leaf]):
+        self.plan, self.slots, self.failed = plan, Slots([None]) * plan.num_slots, False
+        self.left, self.done = iter(range(len(plan.instructions))), list[int]()
+        for slot, value in plan.constants:
+            self.slots[slot] = value
+        for slot, value in zip(plan.inputs, arguments, strict=True):
+            self.slots[slot] = value
+
+    def next(self, count: int) -> Iterator[int]:
+        """The numbers of the next instructions, so many of those that are left."""
+        return itertools.islice(self.left, count)
+
+    def results(self) -> list[Any]:
+        """What the plan returns."""
+        return [self.slots[slot] for slot in self.plan.outputs]
 
 
 def _numbers(slots: Sequence[int]) -> str:

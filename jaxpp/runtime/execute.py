@@ -9,15 +9,12 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxpp.plan.plan import Instruction, Plan
+from jaxpp.plan.plan import Instruction, Plan, Run, Slots
 from jaxpp.runtime.place import Placement
+from jaxpp.runtime.threads import Threads
 from jaxpp.types import Array, Leaf
 
 _MOST_WAITING = 16  # programs that wait at once where ``InFlight`` limits them
-
-
-Slots = list[Any]
-"""The values of a step by slot."""
 
 
 class Observer(Protocol):
@@ -29,40 +26,46 @@ class Observer(Protocol):
 
 
 def execute(
-    plan: Plan, arguments: Sequence[Any], observer: Observer | None = None, hold: Callable[[], None] | None = None
+    plan: Plan,
+    arguments: Sequence[Leaf],
+    observer: Observer | None = None,
+    hold: Callable[[], None] | None = None,
+    threads: Threads | None = None,
 ) -> list[Any]:
     """Run ``plan`` on ``arguments`` and return its results; what a program raises has a note that names the action.
 
     ``hold`` is called before the first instruction that takes over the buffer of an argument.
     """
-    slots = first_slots(plan, arguments)
+    run = Run(plan, arguments)
     try:
-        for consumes, part in enumerate(plan.parts):
-            if consumes and hold is not None:
-                hold()
-            dispatch([(slots, part)], observer)
+        if threads is not None and observer is None:
+            threads.dispatch([(run, run.left)], hold)
+            return run.results()
+        dispatch([(run, run.next(plan.consumes))], observer)
+        if plan.consumes < len(plan.instructions) and hold is not None:
+            hold()
+        dispatch([(run, run.left)], observer)
     except BaseException:
-        slots.clear()  # a traceback that somebody keeps, as a notebook does, holds nothing of the step
+        run.slots.clear()  # a traceback that somebody keeps, as a notebook does, holds nothing of the step
         raise
-    return [slots[slot] for slot in plan.outputs]
+    return run.results()
 
 
-def first_slots(plan: Plan, arguments: Sequence[Leaf]) -> Slots:
-    """The slots before the first instruction."""
-    slots: Slots = [None] * plan.num_slots
-    for slot, value in plan.constants:
-        slots[slot] = value
-    for slot, value in zip(plan.inputs, arguments, strict=True):
-        slots[slot] = value
-    return slots
+def hand_over(parts: Iterable[tuple[Run, Iterable[int]]], observer: Observer | None, threads: Threads | None) -> None:
+    """Hand over instructions of runs, by number: in threads, if there are any and nobody watches."""
+    if threads is not None and observer is None:
+        threads.dispatch(parts)
+    else:
+        dispatch(parts, observer)
 
 
-def dispatch(parts: Iterable[tuple[Slots, Iterable[Instruction]]], observer: Observer | None = None) -> None:
-    """Run instructions, each on the slots of its step."""
-    instruction = value = None
+def dispatch(parts: Iterable[tuple[Run, Iterable[int]]], observer: Observer | None = None) -> None:
+    """Hand over instructions of runs, by number, one after another."""
+    run = instruction = value = None
     try:
-        for slots, part in parts:
-            for instruction in part:
+        for run, numbers in parts:
+            slots, run.done = run.slots, []
+            for instruction in map(run.plan.instructions.__getitem__, numbers):
                 _, call, inputs, outputs, free, _ = instruction
                 for slot, value in zip(outputs, call(*[slots[i] for i in inputs])):  # noqa: B905  (checked when lowered)
                     slots[slot] = value
@@ -72,6 +75,8 @@ def dispatch(parts: Iterable[tuple[Slots, Iterable[Instruction]]], observer: Obs
                     slots[slot] = value = None  # ``value`` is an array of an earlier line if this one has returned nothing
     except BaseException as error:
         value = None
+        if run is not None:
+            run.failed = True
         if instruction is not None and isinstance(error, Exception):
             error.add_note(f"jaxpp: raised while dispatching {instruction.label}")
         raise

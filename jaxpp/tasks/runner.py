@@ -109,15 +109,11 @@ class Runner:
         """An engine, and all leaves that its steps read; for what leaves everything as it is."""
         yield self.engine(task), leaves
 
-    def step(self, task: TaskNames, leaves: Leaves[Array], batch: Batch, key: Key | None, **options: Any) -> Outcome[Array]:
-        """A step on the leaves of a state; ``options`` are those of ``Engine.run``."""
-        return self.engine(task).run("update", leaves, batch, key, **options)
-
-    def flow(
-        self, task: TaskNames, given: Leaves[Array] | Tail, batch: Batch, key: Key | None, hold: Callable[[], None]
-    ) -> Tail | None:
-        """A step beside what is left of the one before it; as ``Engine.flow``."""
-        return self.engine(task).flow(given, batch, key, hold)
+    def step(
+        self, task: TaskNames, given: Leaves[Array] | Tail, batch: Batch, key: Key | None, **options: Any
+    ) -> Outcome[Array] | Tail:
+        """A step on the leaves of a state, or beside what is left of the one before; ``options`` are those of ``Engine.step``."""
+        return self.engine(task).step(given, batch, key, **options)
 
     def prefetch(self, task: TaskNames) -> None:
         """Begin to bring what a later step will use; waits for nothing."""
@@ -354,8 +350,9 @@ class BankRunner(Runner):
             for r, row in self._sets(names[0]).of_rows(own).items():
                 self.bank.host_store.keep(names[r], row, self._row(r))
 
-    def step(self, task: TaskNames, leaves: Leaves[Array], batch: Batch, key: Key | None, **options: Any) -> Outcome[Array]:
+    def step(self, task: TaskNames, given: Leaves[Array] | Tail, batch: Batch, key: Key | None, **options: Any) -> Outcome[Array]:
         """A step on the leaves of Theta, which changes the replicas' sets too; the sets are written back."""
+        leaves = cast("Leaves[Array]", given)  # a bank is refused with a delay
         names = self.names(task)
         engine = self._engine_of(names)
         engine.plan("update", batch, key, donate=options["donate"])  # what is refused is so before anything moves

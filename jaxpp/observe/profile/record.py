@@ -318,7 +318,7 @@ class Flowing(Steps):
         told = list[Tree]()
         for _ in range(self._num_steps):
             options = {"observer": observer, "watched": watched}
-            given = cast("Tail", self.engine.flow(given, self.batch, self.key, _nothing, **options))
+            given = cast("Tail", self.engine.step(given, self.batch, self.key, **options))
             given.then.append(lambda outcome: told.append(outcome._replace(state=Leaves())))
         self.leaves = cast("Tail", given).outcome(observer).state
         return told, self.leaves
@@ -333,10 +333,6 @@ class Flowing(Steps):
         _, lowered = self.engine.plan("update", self.batch, self.key)
         one = step_liveness(self.engine, lowered, homes_of(lowered, self.batch, self.key), compiled=True)
         return Ledger(liveness_in_flow(one, lowered), (), {})
-
-
-def _nothing() -> None:
-    """Nothing is to be noted before a copy of a state is taken over."""
 
 
 class Forwards(Work):
