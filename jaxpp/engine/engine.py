@@ -29,7 +29,7 @@ from jaxpp.plan.passes.flow import in_flow, with_previous
 from jaxpp.plan.passes.offload import offload, without_needless
 from jaxpp.plan.passes.transform import Pass, transform
 from jaxpp.plan.passes.visits import early, visit
-from jaxpp.plan.plan import Plan, Run
+from jaxpp.plan.plan import Execution, Plan
 from jaxpp.plan.step import COPIES, Leaves, Step, state_name, total_name
 from jaxpp.runtime.bind import Bound, bind_lines, compile_plan, report
 from jaxpp.runtime.compile import Programs, trace_context
@@ -511,7 +511,7 @@ class Engine:
         hold: Callable[[], None] | None,
     ) -> Tail:
         leaves, threads = given.first.state if isinstance(given, Tail) else given, self._threads_of(plan)
-        run = Run(plan, self._arguments(lowered, "update", leaves, batch, key))
+        run = Execution(plan, self._arguments(lowered, "update", leaves, batch, key))
         if isinstance(given, Tail):
             if hold is not None:
                 hold()

@@ -7,7 +7,7 @@ over, once; the others wait for that at its lock.
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import cast
 
 import jax
 
@@ -15,7 +15,7 @@ from jaxpp.engine.outcome import LoweredStep, Outcome
 from jaxpp.errors import StateError
 from jaxpp.errors.user_mesh import set_aside
 from jaxpp.plan.builder import Flow
-from jaxpp.plan.plan import Run
+from jaxpp.plan.plan import Execution
 from jaxpp.runtime.execute import Observer, hand_over
 from jaxpp.runtime.interrupts import held
 from jaxpp.runtime.threads import Threads
@@ -28,11 +28,11 @@ class Tail:
     ``engine`` is the one whose steps it can be handed over beside.
     """
 
-    def __init__(self, engine: object, run: Run, lowered: LoweredStep, flow: Flow, threads: Threads | None):
+    def __init__(self, engine: object, run: Execution, lowered: LoweredStep, flow: Flow, threads: Threads | None):
         self.engine, self.lowered, self.flow, self._run, self._threads = engine, lowered, flow, run, threads
         late = [name in self.flow.late for name in lowered.outputs]
-        values: list[Any] = [None if one else value for one, value in zip(late, run.results(), strict=True)]
-        self.first = lowered.outcome(values)  # what the body has made; None for the rest
+        values = [None if one else value for one, value in zip(late, run.results(), strict=True)]
+        self.first = lowered.outcome(cast("list[Array]", values))  # what the body has made; None for the rest
         self.lock = threading.RLock()  # held while the rest is handed over, and while anybody takes what it has made
         self._outcome: Outcome[Array] | None = None
         self._failed: BaseException | None = None
@@ -57,7 +57,7 @@ class Tail:
             with set_aside(), jax.ensure_compile_time_eval():  # a function that looks at a state while JAX traces it sees arrays
                 return self._finished(observer)
 
-    def beside(self, run: Run, flow: Flow, observer: Observer | None = None) -> Outcome[Array]:
+    def beside(self, run: Execution, flow: Flow, observer: Observer | None = None) -> Outcome[Array]:
         """Hand over the rest between the lines of the body of the next step, which ``run`` is; what this step returns.
 
         If somebody has looked meanwhile, the lines of the body are all that is left to do.

@@ -9,7 +9,7 @@ what stays in a cache may be read sooner.
 
 import dataclasses
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,7 +62,8 @@ class HostWork(NamedTuple):
 
     num_instructions: int
     num_kernels: int  # of all programs that they call
-    seconds: float  # to hand over all of them, at least
+    num_threads: int  # that hand them over side by side: one for each rank, or one
+    seconds: float  # to hand over all of them, at least; of several threads, those of the one that takes longest
     likely: float  # to hand them over where a driver takes for each kernel what it took on a measured GPU
 
 
@@ -167,8 +168,10 @@ class StepBound:
             lines.append(f"its matrix products reach at most {self.peak_fraction:.0%} of the devices' peak for {kinds}")
         host = self.host
         work = f"{host.num_instructions} instructions and {host.num_kernels:,} kernels"
+        by = "the host hands" if host.num_threads == 1 else f"{host.num_threads} threads of the host, one for each rank, hand"
         taken = f"{_digits(1e3 * host.seconds)} ms at least, and in about {_digits(1e3 * host.likely)} ms as measured with an H200"
-        lines.append(f"the host hands over {work} of a {noun} in {taken}, so it {self._limit} the {noun}")
+        it = "it" if host.num_threads == 1 else "the host"
+        lines.append(f"{by} over {work} of a {noun} in {taken}, so {it} {self._limit} the {noun}")
         if self.visits is not None:
             link, added = (_digits(scale * each) for each in (self.visits.link, self.visits.added))
             hides = self.visits.added <= _HIDDEN * (self.seconds - self.visits.added)
@@ -198,9 +201,10 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
     liveness = step_liveness(engine, lowered)
     sizes = {life.name: life.num_bytes for life in (*liveness.lives, *liveness.hosted)}
     known: dict[int, tuple[Kernel, ...]] = {}
-    alone, handing, products, again, num_kernels = list[float](), list[float](), Counter[str](), 0.0, 0
+    alone, handing, products, again = list[float](), list[float](), Counter[str](), 0.0
+    lanes, launched = [turn.lane for turn in plan.turns] or [0] * len(lines), Counter[int]()
     repeated = [code.repeated for code in engine.preparer.step(batch, key).cuts[0].stages] if purpose == "update" else []
-    for line, instruction in zip(lines, plan.instructions, strict=True):
+    for number, (line, instruction) in enumerate(zip(lines, plan.instructions, strict=True)):
         target = numbers[line.place]
         handing.append(_handing(line))
         if line.program is None:
@@ -210,7 +214,7 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
             known[id(instruction.call)] = read_kernels(cast("Compiled", instruction.call).as_text() or "")
         kernels = known[id(instruction.call)]
         alone.append(program_roofline(kernels, target).seconds)
-        num_kernels += round(sum(kernel.runs for kernel in kernels))
+        launched[lanes[number]] += int(sum(kernel.runs for kernel in kernels))
         own = Counter[str]()
         for kernel in kernels:
             own.update({kind: len(line.place.devices) * kernel.runs * flops for kind, flops in kernel.products.items()})
@@ -221,15 +225,22 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
     visiting = engine.options.waiting and purpose == "update"
     still = [0.0 if visiting and _visits(line) else seconds for line, seconds in zip(lines, alone, strict=True)]
     costs = costs_of_plan(plan, schedule.num_stages, still, handing, usual=min)
-    host = HostWork(len(lines), num_kernels, sum(handing), _DRIVEN * len(lines) + _LAUNCH * num_kernels)
+    host = _host_work(handing, lanes, launched)
     devices = {device for place in placement.by_rank for device in place.devices}
-    found, added = _parts_of(_Lines(plan, alone, still, handing), lowered, schedule.stage_to_rank, placement.by_rank)
+    found, added = _parts_of(_Lines(plan, alone, still, handing, lanes), lowered, schedule.stage_to_rank, placement.by_rank)
     visits = None
     if visiting:
         costs = costs.visited(liveness.brought(schedule.num_stages), [1 / numbers[place].links.host for place in placement.places])
         visits = _visits_of(lines, alone, sizes, added)
     flows = lowered.flow is not None
     return StepBound(schedule, targets, found, costs, offload, dict(products), again, len(devices), host, visits, flows)
+
+
+def _host_work(handing: Sequence[float], lanes: Sequence[int], launched: Mapping[int, int]) -> HostWork:
+    threads = [[k for k, own in enumerate(lanes) if own == lane] for lane in set(lanes)]
+    seconds = max(sum(handing[k] for k in mine) for mine in threads)
+    likely = max(_DRIVEN * len(mine) + _LAUNCH * launched[lanes[mine[0]]] for mine in threads)
+    return HostWork(len(handing), sum(launched.values()), len(threads), seconds, likely)
 
 
 class _Lines(NamedTuple):
@@ -239,6 +250,7 @@ class _Lines(NamedTuple):
     alone: Sequence[float]
     still: Sequence[float]  # where copies of a state that visits take no time
     handing: Sequence[float]
+    lanes: Sequence[int]  # which thread hands over each
 
     def in_flow(self, lowered: LoweredStep, num_steps: int) -> "_Lines":
         """The lines of so many steps in flow."""
@@ -251,9 +263,14 @@ class _Lines(NamedTuple):
         acting = [seconds * (each.action is not None) for each, seconds in zip(about, self.still, strict=True)]
         sends = [seconds * (each.copies is None) for each, seconds in zip(about, acting, strict=True)]
         programs = [seconds * bool(each.program) for each, seconds in zip(about, sends, strict=True)]
-        handed, at_once = list(itertools.accumulate(self.handing)), [0.0] * len(about)
-        first = sum(self.handing[: next(k for k, each in enumerate(about) if each.action is not None)])
-        late = [(time - first) * (each.action is not None) for each, time in zip(about, handed, strict=True)]
+        at_once, handed, late = [0.0] * len(about), list[float](), list[float]()
+        spent, before = defaultdict[int, float](float), dict[int, float]()  # by each thread in all, and before its first action
+        for each, lane, seconds in zip(about, self.lanes, self.handing, strict=True):
+            if each.action is not None:
+                before.setdefault(lane, spent[lane])
+            spent[lane] += seconds
+            handed.append(spent[lane])
+            late.append((spent[lane] - before.get(lane, 0.0)) * (each.action is not None))
         busy = [0.0] * len(rank_to_device)
         for each, seconds in zip(about, programs, strict=True):
             busy[stage_to_rank[each.stage]] += seconds

@@ -60,7 +60,7 @@ Slots = list[Any]
 """The values of a step by slot."""
 
 
-class Run:
+class Execution:
     """A plan on arguments, as far as it was handed over.
 
     Attributes:
@@ -81,7 +81,7 @@ class Run:
         """The numbers of the next instructions, so many of those that are left."""
         return itertools.islice(self.left, count)
 
-    def results(self) -> list[Any]:
+    def results(self) -> list[Array]:
         """What the plan returns."""
         return [self.slots[slot] for slot in self.plan.outputs]
 

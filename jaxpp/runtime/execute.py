@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxpp.plan.plan import Instruction, Plan, Run, Slots
+from jaxpp.plan.plan import Execution, Instruction, Plan, Slots
 from jaxpp.runtime.place import Placement
 from jaxpp.runtime.threads import Threads
 from jaxpp.types import Array, Leaf
@@ -36,7 +36,7 @@ def execute(
 
     ``hold`` is called before the first instruction that takes over the buffer of an argument.
     """
-    run = Run(plan, arguments)
+    run = Execution(plan, arguments)
     try:
         if threads is not None and observer is None:
             threads.dispatch([(run, run.left)], hold)
@@ -51,7 +51,7 @@ def execute(
     return run.results()
 
 
-def hand_over(parts: Iterable[tuple[Run, Iterable[int]]], observer: Observer | None, threads: Threads | None) -> None:
+def hand_over(parts: Iterable[tuple[Execution, Iterable[int]]], observer: Observer | None, threads: Threads | None) -> None:
     """Hand over instructions of runs, by number: in threads, if there are any and nobody watches."""
     if threads is not None and observer is None:
         threads.dispatch(parts)
@@ -59,7 +59,7 @@ def hand_over(parts: Iterable[tuple[Run, Iterable[int]]], observer: Observer | N
         dispatch(parts, observer)
 
 
-def dispatch(parts: Iterable[tuple[Run, Iterable[int]]], observer: Observer | None = None) -> None:
+def dispatch(parts: Iterable[tuple[Execution, Iterable[int]]], observer: Observer | None = None) -> None:
     """Hand over instructions of runs, by number, one after another."""
     run = instruction = value = None
     try:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from jaxpp.errors.user_mesh import set_aside
 from jaxpp.plan.lanes import Turn
-from jaxpp.plan.plan import Instruction, Plan, Run
+from jaxpp.plan.plan import Execution, Instruction, Plan
 
 
 class Threads:
@@ -24,7 +24,7 @@ class Threads:
         self._pool = ThreadPoolExecutor(count, "jaxpp-rank")
         self._lock = threading.Lock()  # all lanes of a step run at once, so two steps do not
 
-    def dispatch(self, parts: Iterable[tuple[Run, Iterable[int]]], hold: Callable[[], None] | None = None) -> None:
+    def dispatch(self, parts: Iterable[tuple[Execution, Iterable[int]]], hold: Callable[[], None] | None = None) -> None:
         """Hand over instructions of runs, each lane its own in the order in which they stand here.
 
         ``hold`` is called in this thread before any takes over the buffer of an argument. Of what lanes raise, the first is raised,
@@ -34,16 +34,16 @@ class Threads:
             _Handover(parts).run(self._pool, hold)
 
 
-_Item = tuple[Run, list[int], int, Instruction, Turn]
+_Item = tuple[Execution, list[int], int, Instruction, Turn]
 """A run, how many instructions of each of its lanes were handed over, and one to be handed over, with its number."""
 
 
 class _Handover:
-    def __init__(self, parts: Iterable[tuple[Run, Iterable[int]]]):
+    def __init__(self, parts: Iterable[tuple[Execution, Iterable[int]]]):
         self._items: dict[int, list[_Item]] = {}
-        self._done: dict[Run, list[int]] = {}
-        self._numbers: dict[Run, list[int]] = {}
-        self._before: dict[Run, list[int]] = {}
+        self._done: dict[Execution, list[int]] = {}
+        self._numbers: dict[Execution, list[int]] = {}
+        self._before: dict[Execution, list[int]] = {}
         for run, part in parts:
             for number in part:
                 if run not in self._done:
@@ -134,7 +134,7 @@ class _Handover:
             self._caller.wait_for(lambda: self._granted or self._stopped)
             return not self._stopped
 
-    def _fail(self, error: BaseException, run: Run | None, instruction: Instruction | None) -> None:
+    def _fail(self, error: BaseException, run: Execution | None, instruction: Instruction | None) -> None:
         with self._caller:
             if self._error is None:
                 self._error = error

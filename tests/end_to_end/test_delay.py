@@ -28,7 +28,7 @@ from jaxpp.observe.memory.liveness import liveness_in_flow, step_liveness
 from jaxpp.observe.profile.record import flowing_plan
 from jaxpp.plan.builder import Builder, Name
 from jaxpp.plan.passes.flow import in_flow
-from jaxpp.plan.plan import Run
+from jaxpp.plan.plan import Execution
 from jaxpp.runtime import execute
 from jaxpp.schedule import SCHEDULES, Action, Kind, make
 from jaxpp.stages.program import Program, Ref, Role
@@ -457,7 +457,7 @@ def test_the_plan_of_steps_that_overlap_makes_what_the_steps_make():
     state, _ = pipe.step(pipe.init(PARAMS, X), X)  # after a step, the parameters before it are others
     pipe.flush(state)
     plan, lowered = pipe.engine.plan("update", X, None)
-    first = Run(plan, [*pipe.engine.copy(pipe.engine.leaves(state.held)).flat(), X]).slots
+    first = Execution(plan, [*pipe.engine.copy(pipe.engine.leaves(state.held)).flat(), X]).slots
     flow = zip(lowered.flow.lines(3), flowing_plan(plan, lowered, 3).instructions, strict=True)
     lines = [(step, plan.instructions[number], line) for (step, number), line in flow]
     values, last = {}, {}

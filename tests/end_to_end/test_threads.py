@@ -19,7 +19,7 @@ import jaxpp
 from jaxpp.engine import engine as engines
 from jaxpp.errors import ArgumentError
 from jaxpp.plan import lanes as plan_lanes
-from jaxpp.plan.plan import Run
+from jaxpp.plan.plan import Execution
 from jaxpp.runtime.threads import Threads
 from jaxpp.schedule.registry import SCHEDULES
 from tests.models import gpt_case
@@ -101,6 +101,7 @@ def test_threads_train_with_the_same_bits(kind):
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore::jaxpp.UnevenStagesWarning", "ignore::jaxpp.runtime.place.DevicesWarning")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_has_the_same_bits_in_threads(schedule):
     same_bits(schedule=schedule, num_stages=8, num_microbatches=1 if schedule == "naive" else 16)
@@ -185,10 +186,6 @@ def without_waits(turns):
     return tuple(turn._replace(after=()) for turn in turns)
 
 
-def without_the_wait_before_updates(turns):
-    return tuple(turn._replace(after=()) if turn.asks else turn for turn in turns)
-
-
 def failing(plan, label):
     def fail(*_):
         raise RuntimeError("this one fails")
@@ -220,19 +217,17 @@ def test_a_lane_that_does_not_wait_for_what_is_sent_to_it_finds_nothing_there(mo
 @pytest.mark.parametrize("waits", [True, False])
 def test_what_fails_before_the_updates_changes_nothing_because_all_lanes_wait_for_one_another(waits, monkeypatch):
     paused(monkeypatch)
-
-    def change(plan):
-        plan = failing(plan, "0B3")
-        return plan if waits else dataclasses.replace(plan, turns=without_the_wait_before_updates(plan.turns))
-
-    changed_plans(monkeypatch, change)
-    pipe = pipeline(optimizer=optax.adam(1e-2))
+    if not waits:
+        found = plan_lanes.in_lanes
+        monkeypatch.setattr("jaxpp.runtime.bind.in_lanes", lambda lines, places, _: found(lines, places, len(lines)))
+    changed_plans(monkeypatch, lambda plan: failing(plan, "0B3"))
+    pipe = pipeline(optimizer=optax.sgd(0.1, momentum=0.9))  # no count of steps, which stage 0 would send to the others
     state = pipe.init(PARAMS, X)
     before = bits(state)
     with pytest.raises(RuntimeError, match="this one fails") as caught:
         pipe.step(state, X)
     assert any("0B3" in note for note in caught.value.__notes__)
-    consumed = sum(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    consumed = sum(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
     assert bool(consumed) is not waits
     if waits:
         assert bits(state) == before
@@ -255,9 +250,15 @@ def test_a_slot_that_lanes_share_is_overwritten_before_it_is_read(monkeypatch):
     assert wrong
 
 
-def ranks_left():
+def ranks_left(most=4):
+    """The threads of ranks, which end a moment after their pipeline does."""
     gc.collect()
-    return [thread for thread in threading.enumerate() if thread.name.startswith("jaxpp-rank")]
+    for _ in range(100):
+        left = [thread for thread in threading.enumerate() if thread.name.startswith("jaxpp-rank")]
+        if len(left) <= most:
+            break
+        time.sleep(0.05)
+    return left
 
 
 def broken(plan, number):
@@ -289,7 +290,7 @@ def check_exceptions(count, **options):
             patch.setattr(pipe.engine, "plan", functools.partial(returning, (broken(plan, number), lowered)))
             with pytest.raises(RuntimeError, match="this one fails") as caught:
                 pipe.step(given, X)
-        gone = sum(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+        gone = sum(leaf.is_deleted() for leaf in jax.tree.leaves(given.params))
         assert not gone or number >= plan.consumes
         if gone:
             assert any("part of the state is consumed" in note for note in caught.value.__notes__)
@@ -299,7 +300,7 @@ def check_exceptions(count, **options):
         assert bits(given, metrics.loss) == bits(plain_state, expected.loss)
     assert len(ranks_left()) <= 4
     del pipe, given, caught, patch, lowered, plan
-    assert not ranks_left()
+    assert not ranks_left(0)
 
 
 def returning(value, *args, **kwargs):
@@ -369,7 +370,7 @@ def test_steps_leave_no_thread_and_no_array_behind(steps):
     jax.block_until_ready((state, metrics.loss))
     assert (len(jax.live_arrays()), len(ranks_left())) == (arrays, threads)
     del pipe, state, metrics
-    assert not ranks_left()
+    assert not ranks_left(0)
 
 
 def test_steps_of_several_threads_take_turns():
@@ -424,7 +425,7 @@ def test_what_is_left_of_a_run_goes_on_where_its_lanes_have_stopped():
     pipe = pipeline()
     state = pipe.init(PARAMS, X)
     plan, lowered = pipe.engine.plan("update", X, None)
-    run = Run(broken(plan, plan.consumes - 1), [*pipe.engine.copy(pipe.engine.leaves(state.held)).flat(), X])
+    run = Execution(broken(plan, plan.consumes - 1), [*pipe.engine.copy(pipe.engine.leaves(state.held)).flat(), X])
     threads = Threads(4)
     with pytest.raises(RuntimeError, match="this one fails"):
         threads.dispatch([(run, run.left)])
