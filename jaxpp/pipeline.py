@@ -302,14 +302,28 @@ class Pipeline(Forward):
         """
         functions = check_stages(stages, loss)
         cuts = [scope(k) for k in range(1, len(functions))]
-        asked = Asked(
-            Order(len(functions), num_microbatches=num_microbatches, schedule=schedule, cuts=cuts),
-            Loss(weight=weight, reduction=reduction, shared=shared),
-            Training(delay=delay),
-            Where(devices, mesh, data_parallel=data_parallel, axes=axes, shardings=shardings, shard=shard),
-            Memory(remat, hbm=None if hbm is None else parse_bytes(hbm), host=host, fuse=fuse),
+        pipe = cls(
+            compose(functions, loss),
+            optimizer,
+            num_stages=len(functions),
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            cuts=cuts,
+            weight=weight,
+            reduction=reduction,
+            shared=shared,
+            delay=delay,
+            devices=devices,
+            mesh=mesh,
+            data_parallel=data_parallel,
+            axes=axes,
+            shardings=shardings,
+            shard=shard,
+            remat=remat,
+            hbm=hbm,
+            host=host,
+            fuse=fuse,
         )
-        pipe = cls.__new__(cls)._train(compose(functions, loss), optimizer, asked)
         pipe._stages = functions
         return pipe
 
