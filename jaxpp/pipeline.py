@@ -811,7 +811,7 @@ class Pipeline(Forward):
             if num_batches == 1:
                 yield Steps(engine, leaves, batch, key)
                 return
-            if engine.at(batch).lower("update", batch, key).flow is None:
+            if engine.at(batch).lower("update", batch, key).bound.flow is None:
                 rule, fix = "each of these steps ends before the next begins (docs/limits.md says when)", "pass num_batches=1"
                 raise ArgumentError(where, rule, got, fix)
             yield Flowing(engine, leaves, batch, key, num_batches)
