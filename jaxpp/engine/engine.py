@@ -222,8 +222,12 @@ class Engine:
         return leaves._replace(params=params)
 
     def distinct(self, leaves: Leaves[Array]) -> Leaves[Array]:
-        """The leaves of a state after a step, with copies of those that are the arrays of the state before it."""
-        table = zip(leaves.flat(), self.placed.leaves.flat(), self.placed.homes.flat(), strict=True)
+        """The leaves of a state after a step, with copies of those that are the arrays of the state before it.
+
+        The state beside the sets of a bank has none that each replica has of its own.
+        """
+        held, homes = (each if leaves.own else each.shared for each in (self.placed.leaves, self.placed.homes))
+        table = zip(leaves.flat(), held.flat(), homes.flat(), strict=True)
         return leaves.fill([value if leaf.changes else put(value, home) for value, leaf, home in table])
 
     def sliced(self, made: Tree) -> Tree:
