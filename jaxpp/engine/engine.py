@@ -226,7 +226,8 @@ class Engine:
 
         The state beside the sets of a bank has none that each replica has of its own.
         """
-        held, homes = (each if leaves.own else each.shared for each in (self.placed.leaves, self.placed.homes))
+        held, homes = self.placed.leaves, self.placed.homes
+        held, homes = (held, homes) if leaves.own else (held.shared, homes.shared)
         table = zip(leaves.flat(), held.flat(), homes.flat(), strict=True)
         return leaves.fill([value if leaf.changes else put(value, home) for value, leaf, home in table])
 
