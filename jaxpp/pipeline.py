@@ -240,9 +240,9 @@ class Pipeline(Forward):
             Where(devices, mesh, data_parallel=data_parallel, axes=axes, shardings=shardings, shard=shard),
             Memory(remat, hbm=None if hbm is None else parse_bytes(hbm), host=host, fuse=fuse, max_shapes=max_shapes),
         )
-        self._train(loss_fn, optimizer, asked, bank)
+        self._begin_as(loss_fn, optimizer, asked, bank)
 
-    def _train(
+    def _begin_as(
         self, loss_fn: LossFn, optimizer: optax.GradientTransformation, asked: Asked, bank: Bank | None = None
     ) -> "Pipeline":
         """Begin as the pipeline of this loss."""
@@ -391,7 +391,7 @@ class Pipeline(Forward):
             asked.where,
             replace(asked.memory, remat=asked.memory.remat if remat is None else remat),
         )
-        pipe = Pipeline.__new__(Pipeline)._train(loss_fn, self._trained_by, own)
+        pipe = Pipeline.__new__(Pipeline)._begin_as(loss_fn, self._trained_by, own)
         pipe._first, pipe._newest = first, first._newest
         return pipe
 

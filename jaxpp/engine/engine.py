@@ -222,13 +222,11 @@ class Engine:
         return leaves._replace(params=params)
 
     def distinct(self, leaves: Leaves[Array]) -> Leaves[Array]:
-        """The leaves of a state after a step, with copies of those that are the arrays of the state before it.
-
-        The state beside the sets of a bank has none that each replica has of its own.
-        """
-        held, homes = self.placed.leaves, self.placed.homes
-        held, homes = (held, homes) if leaves.own else (held.shared, homes.shared)
-        table = zip(leaves.flat(), held.flat(), homes.flat(), strict=True)
+        """The leaves of a state after a step, with copies of those that are the arrays of the state before it."""
+        placed, homes = self.placed.leaves, self.placed.homes
+        if not leaves.own:  # those of a bank's sets are in the bank
+            placed, homes = placed.shared, homes.shared
+        table = zip(leaves.flat(), placed.flat(), homes.flat(), strict=True)
         return leaves.fill([value if leaf.changes else put(value, home) for value, leaf, home in table])
 
     def sliced(self, made: Tree) -> Tree:
@@ -391,10 +389,11 @@ class Engine:
         donate = donate and purpose == "update" and not any(flags()) and not calls_host(self.update.graph.eqns)
         gives = given._replace(model_state=(), loss_scale=()).flat() if donate else []
         flows = donate and self.options.delay and not (step.calls_host or self.options.offloaded or self._limit is not None)
+        draft = builder.finish(inputs, results)
         bound = self.bind(
-            builder.finish(inputs, results),
+            draft,
             gives,
-            _told(tree.unflatten(results)),
+            _told(tree.unflatten(draft.outputs)),
             offloaded=self.options.offloaded if train else (),
             by_stage=step.visits,
             flowing=partial(self._in_flow, tree=tree) if flows else None,
