@@ -256,17 +256,16 @@ class Asked(NamedTuple):
         if where.devices is None and where.mesh is None:
             warning = devices_warning(made, places, where.data_parallel, by_name=isinstance(order.schedule, str))
         found = Options(
-            positional_key(function, 2 + loss.has_state, "loss_fn" if loss.is_loss else "fn"),
-            made,
-            places,
+            schedule=made,
+            places=places,
             has_aux=loss.has_aux,
             has_state=loss.has_state,
             allow_int=loss.allow_int,
             is_loss=loss.is_loss,
             weight=loss.weight,
-            reduce_aux=check_reducers(loss.reduce_aux),
             reduction=_reduction_of(loss.reduction),
             cuts=_cuts_of(order.cuts, num_stages),
+            reduce_aux=check_reducers(loss.reduce_aux),
             remat=policies_of(memory.remat, num_stages, platform),
             offload=offload_of(memory.remat, num_stages),
             cut_gradient=_boundaries_of(training.cut_gradient, num_stages),
@@ -286,6 +285,7 @@ class Asked(NamedTuple):
             axes=axes_of(widest, where.mesh, known),
             by_list=where.mesh is None,
             devices_warning=(_idle_devices(made, there()) if auto else None) or warning,
+            loss_fn=positional_key(function, 2 + loss.has_state, "loss_fn" if loss.is_loss else "fn"),
         )
         _check_together(found)
         return found.with_host(found.host)

@@ -304,14 +304,29 @@ class Pipeline(Forward):
         """
         functions = check_stages(stages, loss)
         cuts = [scope(k) for k in range(1, len(functions))]
-        asked = Asked(
-            Order(len(functions), num_microbatches=num_microbatches, schedule=schedule, cuts=cuts, threads=threads),
-            Loss(weight=weight, reduction=reduction, shared=shared),
-            Training(delay=delay),
-            Where(devices, mesh, data_parallel=data_parallel, axes=axes, shardings=shardings, shard=shard),
-            Memory(remat, hbm=None if hbm is None else parse_bytes(hbm), host=host, fuse=fuse),
+        pipe = cls(
+            compose(functions, loss),
+            optimizer,
+            num_stages=len(functions),
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            cuts=cuts,
+            weight=weight,
+            reduction=reduction,
+            shared=shared,
+            delay=delay,
+            devices=devices,
+            mesh=mesh,
+            data_parallel=data_parallel,
+            axes=axes,
+            shardings=shardings,
+            shard=shard,
+            remat=remat,
+            hbm=hbm,
+            host=host,
+            fuse=fuse,
+            threads=threads,
         )
-        pipe = cls.__new__(cls)._begin_as(compose(functions, loss), optimizer, asked)
         pipe._stages = functions
         return pipe
 
@@ -797,7 +812,7 @@ class Pipeline(Forward):
             if num_batches == 1:
                 yield Steps(engine, leaves, batch, key)
                 return
-            if engine.at(batch).lower("update", batch, key).flow is None:
+            if engine.at(batch).lower("update", batch, key).bound.flow is None:
                 rule, fix = "each of these steps ends before the next begins (docs/limits.md says when)", "pass num_batches=1"
                 raise ArgumentError(where, rule, got, fix)
             yield Flowing(engine, leaves, batch, key, num_batches)

@@ -17,7 +17,7 @@ from experiments.results import columns
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule import SCHEDULES, Kind, Schedule, Simulation, make, simulate, synthesise
 from jaxpp.schedule.costs import StepCosts
-from jaxpp.schedule.synthesis.placements import placements
+from jaxpp.schedule.synthesis.synthesise import placements
 from jaxpp.schedule.synthesis.work import StepWork
 
 __all__ = ["MEANINGS", "CostTable", "Found", "compare", "most_held", "named_that_fit", "random_table", "table", "unavoidable"]

@@ -494,8 +494,8 @@ class Engine:
         """
         if self.options.delay and donate:
             plan, lowered = self.plan("update", batch, key, watched=watched)
-            if lowered.flow is not None:
-                return self._begin(given, plan, lowered, lowered.flow, batch, key, observer, hold)
+            if (flow := lowered.bound.flow) is not None:
+                return self._begin(given, plan, lowered, flow, batch, key, observer, hold)
         leaves = given.outcome().state if isinstance(given, Tail) else given
         return self.run("update", leaves, batch, key, donate=donate, observer=observer, watched=watched, hold=hold)
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import jax
 
 from jaxpp.errors import BatchError
-from jaxpp.plan.builder import Flow, Name
+from jaxpp.plan.builder import Name
 from jaxpp.plan.step import Leaves, Step, total_name
 from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.edges import unaliased
@@ -41,14 +41,9 @@ class Outcome(NamedTuple, Generic[_T]):
 class LoweredStep:
     """A step as lines, with their places."""
 
-    bound: Bound
+    bound: Bound  # its inputs are leaves of the state, batch leaves, the key
     step: Step
     tree: Any  # the structure of the results, an ``Outcome``
-
-    @property
-    def inputs(self) -> tuple[Name, ...]:
-        """The names of the arguments: leaves of the state, batch leaves, the key."""
-        return self.bound.inputs
 
     @property
     def outputs(self) -> tuple[Name, ...]:
@@ -59,11 +54,6 @@ class LoweredStep:
     def results(self) -> Outcome[Name]:
         """What the results are called."""
         return self.tree.unflatten(self.outputs)
-
-    @property
-    def flow(self) -> Flow | None:
-        """Where its tail begins, if the next step can begin before it."""
-        return self.bound.flow
 
     def outcome(self, values: Sequence[Array]) -> Outcome[Array]:
         """The results of a plan, each in its place."""

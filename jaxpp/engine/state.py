@@ -49,20 +49,20 @@ class _Field:
 class _OfStep:
     """What a step makes; some of its fields may be left to the rest of the step until somebody looks at one of them."""
 
-    unfinished: ClassVar[Rest | None] = None  # what makes them, if that is left to do
+    _unfinished: ClassVar[Rest | None] = None  # what makes them, if that is left to do
 
-    def kept(self, name: str) -> Tree:
+    def _kept(self, name: str) -> Tree:
         """A field as it is kept; the rest of the step that makes it is handed over if that is left to do."""
-        if (rest := self.unfinished) is not None:  # another thread may hand it over at the same time
+        if (rest := self._unfinished) is not None:  # another thread may hand it over at the same time
             for each, value in rest.values().items():
                 object.__setattr__(self, f"_{each}", value)
-            object.__setattr__(self, "unfinished", None)  # the rest of the step is held no longer
+            object.__setattr__(self, "_unfinished", None)  # the rest of the step is held no longer
         return getattr(self, f"_{name}" if hasattr(self, f"_{name}") else name)
 
 
 def left_to(rest: Rest, made: _T) -> _T:
     """A new state, or metrics, whose fields that the rest of a step makes are there when somebody looks at one of them."""
-    object.__setattr__(made, "unfinished", rest)
+    object.__setattr__(made, "_unfinished", rest)
     return made
 
 
@@ -132,11 +132,11 @@ class State(_OfStep):
     @property
     def held(self) -> tuple[Tree, ...]:
         """Parameters, optimizer state, model state, loss scale, previous parameters as they are held, with slices: for tools."""
-        return tuple(self.kept(name) for name in _PARTS)
+        return tuple(self._kept(name) for name in _PARTS)
 
     def replace(self, **parts: Tree) -> "State":
         """The state with other parts, the rest as it is held; a part that a state does not have raises a ``TypeError``."""
-        kept = {each.name: self.kept(each.name) for each in fields(self)}
+        kept = {each.name: self._kept(each.name) for each in fields(self)}
         if unknown := [name for name in parts if name not in kept]:
             raise TypeError(f"a State has the parts {', '.join(kept)}, not {', '.join(unknown)}")
         return State(**{**kept, **parts})
@@ -144,7 +144,7 @@ class State(_OfStep):
     _replace = replace  # as of the tuple that a state was
 
     def __reduce__(self) -> tuple[type["State"], tuple[Tree, ...]]:  # for pickle and copy
-        return State, tuple(self.kept(each.name) for each in fields(self))
+        return State, tuple(self._kept(each.name) for each in fields(self))
 
     def __getitem__(self, index: object) -> Tree:  # iteration and unpacking end here too
         got, fix = f"state[{index!r}], or a state that is unpacked", "write state.params, state.opt_state, state.step"
@@ -164,12 +164,12 @@ def _of_parts(parts: Sequence[Tree], step: int | None = 0) -> State:
 
 def _names(state: State) -> tuple[str, ...]:
     """The parts of a state as a tree, of which it may lack copies of parameters: without ``delay`` there is no ``previous``."""
-    return tuple(each.name for each in fields(state) if each.name not in COPIES or not _is_nothing(state.kept(each.name)))
+    return tuple(each.name for each in fields(state) if each.name not in COPIES or not _is_nothing(state._kept(each.name)))
 
 
 def _whole(state: State, name: str) -> Tree:
     """A part of a state with whole leaves."""
-    return assembled(state.kept(name), stand_in_for if are_across(state.held) else None)
+    return assembled(state._kept(name), stand_in_for if are_across(state.held) else None)
 
 
 def _is_nothing(part: Tree) -> bool:
@@ -190,12 +190,12 @@ jax.tree_util.register_pytree_with_keys(
 
 def settle(state: State) -> None:
     """Hand over the rest of the step that made a state, if that is left to do; whoever looks at a state does so."""
-    state.kept("params")
+    state._kept("params")
 
 
 def tail_of(state: object, engine: Engine) -> Tail | None:
     """What is left of the step of this engine that made a state, if anything is."""
-    rest = state.unfinished if isinstance(state, State) else None
+    rest = state._unfinished if isinstance(state, State) else None
     tail = None if rest is None else rest.tail
     return tail if tail is not None and tail.engine is engine and not tail.ended else None
 
@@ -227,7 +227,7 @@ class _Later(_Field):
     def __get__(self, metrics: "Metrics | None", owner: type | None = None) -> Tree:
         if metrics is None:
             return None  # the default, for dataclass
-        value = metrics.kept(self._name)
+        value = metrics._kept(self._name)
         return self._nothing() if value is None else value
 
 
@@ -293,7 +293,7 @@ class Metrics(_OfStep, Mapping[str, Tree]):
         return {name: jax.tree.map(_plain, part) for name, part in self.items()}
 
     def __reduce__(self) -> tuple[type["Metrics"], tuple[Tree, ...]]:  # for pickle and copy
-        return Metrics, tuple(self.kept(each.name) for each in fields(self))
+        return Metrics, tuple(self._kept(each.name) for each in fields(self))
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(f'{name}={jax.tree.map(_Shown, part)!r}' for name, part in self.items())})"

@@ -232,7 +232,7 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
     if visiting:
         costs = costs.visited(liveness.brought(schedule.num_stages), [1 / numbers[place].links.host for place in placement.places])
         visits = _visits_of(lines, alone, sizes, added)
-    flows = lowered.flow is not None
+    flows = lowered.bound.flow is not None
     return StepBound(schedule, targets, found, costs, offload, dict(products), again, len(devices), host, visits, flows)
 
 
@@ -254,8 +254,9 @@ class _Lines(NamedTuple):
 
     def in_flow(self, lowered: LoweredStep, num_steps: int) -> "_Lines":
         """The lines of so many steps in flow."""
-        order = [number for _, number in cast("Flow", lowered.flow).lines(num_steps)]
-        return _Lines(flowing_plan(self.plan, lowered, num_steps), *([own[k] for k in order] for own in self[1:]))
+        order = [number for _, number in cast("Flow", lowered.bound.flow).lines(num_steps)]
+        alone, still, handing = ([own[k] for k in order] for own in (self.alone, self.still, self.handing))
+        return _Lines(flowing_plan(self.plan, lowered, num_steps), alone, still, handing, [self.lanes[k] for k in order])
 
     def rising(self, stage_to_rank: Sequence[int], rank_to_device: Sequence[int]) -> list[float]:
         """How long the lines take, each time with one more thing that takes time: as in ``Parts``, last copies of the state."""
@@ -291,7 +292,7 @@ class _Lines(NamedTuple):
 def _parts_of(lines: _Lines, lowered: LoweredStep, stage_to_rank: Sequence[int], places: Sequence[Place]) -> tuple[Parts, float]:
     """What a step is made of, of many in flow what each adds; and what of it the copies of a state add."""
     owner = [places.index(place) for place in places]
-    if lowered.flow is None:
+    if lowered.bound.flow is None:
         rising = lines.rising(stage_to_rank, owner)
     else:
         few, many = (lines.in_flow(lowered, count).rising(stage_to_rank, owner) for count in (_MORE, 2 * _MORE))

@@ -87,8 +87,9 @@ def lower(
 
 def _feed(builder: Builder, lasting: Builder, step: Step) -> None:
     read = {leaf for stage in range(step.num_stages) for leaf in step.read(stage, Role.PARAM)}
+    divided = [leaf for leaf in step.leaves.all_params if leaf.divided and leaf.index in read]
     for stage in range(step.num_stages):
-        _gather(lasting, step, stage, [leaf for leaf in sorted(read & step.divided) if step.owner[leaf] == stage])
+        _gather(lasting, step, stage, [leaf.index for leaf in divided if leaf.stage == stage])
     for stage in range(step.num_stages):
         names = [name for leaf in step.read(stage, Role.BATCH) for name in step.batch_names(stage, leaf)]
         names += [Name(stage, Ref(Role.KEY, k)) for k in step.read(stage, Role.KEY)]
@@ -467,7 +468,7 @@ def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> No
 
 def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) -> None:
     """What the replicas of a stage have summed, each by itself, is summed: the one reduction over ``data`` of a step."""
-    own = [ref for ref in sums.leaves if ref.index in step.own]
+    own = [ref for ref in sums.leaves if step.num_replicas > 1 and step.leaves.all_params[ref.index].own]
     if own:  # each over the replicas with the same
         scales = [] if step.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
         mean, means = GroupMean(tuple(step.params[ref.index] for ref in own)), [total_name(stage, Role.GRAD, k.index) for k in own]

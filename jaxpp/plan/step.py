@@ -153,16 +153,6 @@ class Step:
         return tuple(leaf.aval for leaf in self.leaves.all_params)
 
     @cached_property
-    def own(self) -> frozenset[int]:
-        """The parameters of which each of several replicas has its own."""
-        return frozenset(leaf.index for leaf in self.leaves.all_params if leaf.own and self.num_replicas > 1)
-
-    @cached_property
-    def divided(self) -> frozenset[int]:
-        """The parameters of which each replica holds a part between steps."""
-        return frozenset(leaf.index for leaf in self.leaves.all_params if leaf.divided)
-
-    @cached_property
     def scattered(self) -> frozenset[int]:
         """The parameters of whose gradients each replica sums a part."""
         return frozenset(leaf.index for leaf in self.leaves.all_params if leaf.scattered and self.trains)

@@ -458,7 +458,7 @@ def test_the_plan_of_steps_that_overlap_makes_what_the_steps_make():
     pipe.flush(state)
     plan, lowered = pipe.engine.plan("update", X, None)
     first = Execution(plan, [*pipe.engine.copy(pipe.engine.leaves(state.held)).flat(), X]).slots
-    flow = zip(lowered.flow.lines(3), flowing_plan(plan, lowered, 3).instructions, strict=True)
+    flow = zip(lowered.bound.flow.lines(3), flowing_plan(plan, lowered, 3).instructions, strict=True)
     lines = [(step, plan.instructions[number], line) for (step, number), line in flow]
     values, last = {}, {}
     for _, slot, same in sorted(
@@ -481,7 +481,9 @@ def test_no_stage_waits_for_the_update_of_another():
     pipe.init(PARAMS, X)
     _, lowered = pipe.engine.plan("update", X, None)
     labels = [line.label for line in lowered.bound.lines]
-    assert lowered.flow.body < labels.index("update stage 2") < labels.index("update stage 1") < labels.index("update stage 0")
+    assert (
+        lowered.bound.flow.body < labels.index("update stage 2") < labels.index("update stage 1") < labels.index("update stage 0")
+    )
     assert labels.index("update stage 2") < labels.index("0B3")
 
 

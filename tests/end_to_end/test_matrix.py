@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,6 +74,22 @@ def everything(params, means, x):
     return jnp.mean(outputs**2), (new, {"size": jnp.abs(outputs).mean()})
 
 
+class Norms(nn.Module):
+    """Layers with running statistics."""
+
+    @nn.compact
+    def __call__(self, x):
+        for name in "abcd":
+            x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.8, param_dtype=float, name=f"norm_{name}")(x))
+            x = nn.Dense(8, use_bias=False, param_dtype=float, name=name)(x)
+        return x
+
+
+def normed(params, stats, x):
+    y, new = Norms().apply({"params": params, "batch_stats": stats}, x, mutable=["batch_stats"])
+    return jnp.mean(y**2), (new["batch_stats"], {})
+
+
 def weight(batch):
     return 1 + jnp.abs(batch).sum()
 
@@ -129,6 +146,14 @@ FEATURES = {
         params=ALL,
         optimizer=labelled({"tied": "free", "still": "frozen", "layers": "free"}),
         means={"mean": np.zeros(8)},
+    ),
+    "batch norm": Feature(
+        normed,
+        {"has_state": True},
+        params={name: {"kernel": PARAMS[name]} for name in "abcd"}
+        | {f"norm_{name}": {"scale": np.ones(8), "bias": np.zeros(8)} for name in "abcd"},
+        means={f"norm_{name}": {"mean": np.zeros(8), "var": np.ones(8)} for name in "abcd"},
+        batch=RNG.normal(size=(64, 8)),  # of a few examples it would normalise away what there is to learn
     ),
 }
 

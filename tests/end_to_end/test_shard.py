@@ -13,7 +13,7 @@ import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import sample_step
 from jaxpp.verify import GRAD_FLOOR, compare
-from tests.models import LAYERS, looped
+from tests.models import LAYERS, gpt_case, looped
 
 SHARDS = ("optimizer", "gradients", "parameters", ("gradients", "parameters"))
 
@@ -160,6 +160,17 @@ def test_a_state_is_restored_in_parts(tmp_path):
     assert restored.params["w1"].sharding.shard_shape((32, 64)) == (16, 64)
     compare("params", restored.params, state.params)
     other.verify(restored, X)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shard", ["parameters", pytest.param("optimizer", marks=pytest.mark.slow)])
+def test_rules_in_words_shard_a_gpt_whose_replicas_divide_it_too(x64, shard):
+    case, rules = gpt_case("float64", batch_size=8), {"*/fc": "column", "*/proj": "row", "*/attn": "heads", "embed": "embedding"}
+    pipe = pipeline(case.loss_fn, mesh=mesh_of(2, 2, 2), data_parallel=1, shardings=rules, has_aux=True, shard=shard)
+    state = pipe.init(case.params, case.batch)
+    held = bytes_of((state.params, state.opt_state))
+    assert held[1] < held[0] / 2
+    pipe.verify(state, case.batch, case.key)
 
 
 def test_a_forward_holds_parameters_in_parts_and_one_replica_has_nothing_to_divide():

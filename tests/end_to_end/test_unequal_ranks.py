@@ -38,7 +38,6 @@ RULES = {
 CASES = {
     "mlp": lambda: mlp_case("float64", batch_size=16, depth=5),
     "gpt": lambda: gpt_case("float64", batch_size=12, depth=1, width=8),
-    "deep gpt": lambda: gpt_case("float64", batch_size=12),
 }
 WEIGHTS = {"a": P(None, "model"), "b": P("model", None), "c": P(None, "model"), "d": P("model", None)}
 SETS = [{k: jnp.asarray(np.random.default_rng(n).normal(size=(8, 8)) / 2, jnp.float32) for k in "abcd"} for n in range(3)]
@@ -228,6 +227,19 @@ def test_a_wide_rank_on_which_nothing_is_divided_is_warned_of_and_no_other():
     assert 'no parameter of stage 0 is sharded over "model": its 2 devices hold and compute the same' in str(warning)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [pytest.param("interleaved", 4, marks=LONG), *(pytest.param(each, 2, marks=SLOW) for each in ("auto", "gpipe"))],
+)
+def test_schedules_that_the_matrix_leaves_out_train_as_optax_does(schedule, stages):
+    case = CASES["mlp"]()
+    pipe = of_case(case, WIDE_LAST, schedule=schedule, num_stages=stages)
+    state, metrics = trained(pipe, pipe.init(case.params, case.batch), case.batch, None, 3)
+    loss, params = plain(case.loss_fn, case.params, case.batch, None, 3, has_aux=True, reducers=case.reducers)
+    near((metrics.loss, state.params), (loss, params))
+    pipe.verify(state, case.batch)
+
+
 @LONG
 def test_evaluate_profile_and_forecast_know_each_rank():
     case = CASES["mlp"]()
@@ -244,6 +256,7 @@ def test_evaluate_profile_and_forecast_know_each_rank():
     parameters, optimizer = (MEMORY_KINDS.index(kind) for kind in ("parameters", "optimizer"))
     said = [row.kinds[parameters] + row.kinds[optimizer] for row in forecast.stages]
     assert said == [held[D[0]], held[D[1]]] and held[D[1]] == held[D[2]]
+    assert not pipe.forecast(jax.eval_shape(lambda: case.params), case.batch, hbm=1 << 12).fits
 
 
 @pytest.mark.parametrize("devices", [pytest.param(WIDE_FIRST, marks=SLOW), pytest.param(WIDE_LAST, marks=LONG)])

@@ -308,6 +308,16 @@ def test_hand_written_stages_of_different_widths_train_and_equal_their_oracle():
         pipe.step(state, batch[0])
 
 
+def test_a_pipeline_of_a_class_of_ones_own_begins_as_that_class_does():
+    class Named(jaxpp.Pipeline):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.name = "mine"
+
+    pipe = Named.from_stages([dense, dense], loss=square, optimizer=optax.sgd(0.5), hbm="1 GiB")
+    assert pipe.name == "mine" and type(pipe) is Named
+
+
 @pytest.mark.long
 def test_stages_run_by_hand_give_the_gradients_of_the_whole_step():
     pipe = jaxpp.Pipeline.from_stages([dense, dense], loss=square, optimizer=optax.sgd(0.5), num_microbatches=1)

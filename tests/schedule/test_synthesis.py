@@ -11,7 +11,7 @@ from jaxpp.schedule import SCHEDULES, Kind, Schedule, from_csv, make, simulate, 
 from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.synthesis.greedy import GREEDY_RULES, order_by
 from jaxpp.schedule.synthesis.local_search import Search, improve
-from jaxpp.schedule.synthesis.placements import placements
+from jaxpp.schedule.synthesis.synthesise import placements
 from jaxpp.schedule.synthesis.work import StepWork
 from tests.schedule.shortest import shortest
 

@@ -332,7 +332,11 @@ def test_evaluate_and_verify_and_profile_leave_a_set_as_it_is():
     pipe.verify(state, DATA, key, task="t0")
     assert pipe.profile(state, DATA, key, num_steps=1, task="t0").ledger.samples
     same_bits((bank.params("t0"), bank.opt_state("t0")), before)
-    kept, _ = pipe.step(state, DATA, key, task="t1", donate=False)
+
+
+def test_a_step_may_leave_the_state_beside_a_bank_as_it_was():
+    pipe, state = opened(jaxpp.Bank(sets(1), OWN))
+    kept, _ = pipe.step(state, DATA, jax.random.key(0), task="t0", donate=False)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state.held, kept.held)))
 
 

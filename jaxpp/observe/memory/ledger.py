@@ -124,7 +124,7 @@ def sample_step(
     plan, lowered = engine.plan(purpose, batch, key)
     liveness = step_liveness(engine, lowered, homes_of(lowered, batch, key), compiled=True)
     foreign = [*jax.tree.leaves(batch), *([] if key is None else [jax.random.key_data(key)])]
-    state = dict(zip(lowered.inputs, leaves.flat(), strict=False))
+    state = dict(zip(lowered.bound.inputs, leaves.flat(), strict=False))
     kept = {name: leaf for name, leaf in state.items() if purpose == "forward" or name.ref.role == Role.STATE}
     sampler = _Sampler(plan, lowered, liveness, foreign, kept)
     sampler.look(0, state, liveness.devices)
@@ -137,7 +137,7 @@ def sample_step(
 
 def homes_of(lowered: LoweredStep, batch: Batch, key: Key | None) -> dict[Name, Device]:
     """The devices of the caller's batch leaves and key, of each that is on one device."""
-    names = [name for name in lowered.inputs if name.stage == CALLER]
+    names = [name for name in lowered.bound.inputs if name.stage == CALLER]
     given = [*jax.tree.leaves(batch), *([] if key is None else [key])]
     arrays = [(name, leaf.devices()) for name, leaf in zip(names, given, strict=True) if isinstance(leaf, jax.Array)]
     return {name: next(iter(devices)) for name, devices in arrays if len(devices) == 1}
@@ -152,7 +152,7 @@ class _Sampler:
         self._peaks = {device: liveness.peak(device) for device in liveness.devices}
         self._moment = 0
         self._always = [*lowered.bound.placed.items(), *kept.items()]  # what no step consumes is the caller's until it ends
-        self._holds = dict(zip(plan.inputs, lowered.inputs, strict=True))
+        self._holds = dict(zip(plan.inputs, lowered.bound.inputs, strict=True))
 
     def __call__(self, instruction: Instruction, slots: Sequence[Leaf]) -> None:
         self._holds.update(zip(instruction.outputs, self._lines[self._moment].outputs, strict=False))  # a token more

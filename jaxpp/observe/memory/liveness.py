@@ -182,7 +182,7 @@ def step_liveness(
 
 def step_shapes(engine: Engine, lowered: LoweredStep) -> Shapes:
     """The shapes of the values of a step."""
-    step, given = lowered.step, [name for name in lowered.inputs if name.stage == CALLER]
+    step, given = lowered.step, [name for name in lowered.bound.inputs if name.stage == CALLER]
     avals = [*step.batch, *([] if step.key is None else [step.key])]
     return shapes_of_lines(engine, lowered.bound, dict(zip(given, avals, strict=True)))
 
@@ -233,7 +233,7 @@ def liveness_in_flow(liveness: Liveness, lowered: LoweredStep) -> Liveness:
     The lines are the tail of the first beside the body of the second. Of what a step hands from its body to its tail there are two:
     that of the first step until the tail has read it, and that of the second from when the body makes it.
     """
-    flow = lowered.flow
+    flow = lowered.bound.flow
     if flow is None:
         return liveness
     order = [line for step, line in flow.lines(2) if step == (line < flow.body)]  # the tail of the first, the body of the second

@@ -86,7 +86,7 @@ class AllProcesses:
         self._numbers = range(len(own.lines)) if own.numbers is None else own.numbers
         self._bound, self._placement, self._clock = whole.bound, engine.placement, clock
         read = [name for line in self._bound.lines for name in (*line.inputs, *line.outputs)]
-        self._names = list(dict.fromkeys([*whole.inputs, *self._bound.constants, *read]))
+        self._names = list(dict.fromkeys([*whole.bound.inputs, *self._bound.constants, *read]))
         self.plan = _plan_of(self._bound)
         told = [json.loads(text) for text in texts_of_all(json.dumps(list(self._numbers)))]
         self._places = [{number: k for k, number in enumerate(numbers)} for numbers in told]
@@ -553,7 +553,7 @@ def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int
 
 def flowing_plan(plan: Plan, lowered: LoweredStep, num_steps: int) -> Plan:
     """Steps in flow as one plan to look at, not to run: each takes the state of the one before it."""
-    flow, count = cast("Flow", lowered.flow), len(lowered.step.sizes)
+    flow, count = cast("Flow", lowered.bound.flow), len(lowered.step.sizes)
     made = lowered.outcome(cast("Sequence[Array]", plan.outputs)).state.flat()  # where a step has what is the next one's state
     late = [name in flow.late for name in lowered.results.state.flat()]
     left, whole = [len(plan.instructions)] * num_steps, _Whole(len(plan.inputs))
