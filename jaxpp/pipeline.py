@@ -173,6 +173,10 @@ class Pipeline(Forward):
             what this loop does, on one device: ``grads = jax.grad(loss_fn)(before, batch); updates, opt_state =
             optimizer.update(grads, opt_state, params); before, params = params, optax.apply_updates(params, updates)``. Training
             differs from that with 0, so compare the losses. See ``flush``, and ``jaxpp.schedule.flow`` for the order.
+        threads: which threads of the host hand programs to the devices: ``"one"``; a thread for each of the ``"ranks"``, so that no
+            device waits while the host serves another; or ``"auto"``, which is a thread for each rank on GPUs, and one on CPU
+            devices, which work through what they are handed by themselves. The results have the same bits. One thread does it where
+            a loss or an optimizer calls Python, with ``jax_debug_nans``, and where several processes share a pipeline.
 
     Raises:
         MicrobatchWarning: when ``init`` sees a loss that is no mean over the examples, with what to pass so that it is exact.

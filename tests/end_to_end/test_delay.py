@@ -66,19 +66,19 @@ def equal(left, right):
 @contextlib.contextmanager
 def before_each(monkeypatch, call):
     """Call with every instruction of a step, and of the rest of the step before it, before it runs."""
-    plain = execute.dispatch
+    plain = execute.hand_over
 
-    def seen(instructions):
-        for instruction in instructions:
-            call(instruction)
-            yield instruction
+    def seen(run, numbers):
+        for number in numbers:
+            call(run.plan.instructions[number])
+            yield number
 
-    def dispatch(parts, observer=None):
-        plain(((slots, seen(instructions)) for slots, instructions in parts), observer)
+    def hand_over(parts, observer, threads):
+        plain(((run, seen(run, numbers)) for run, numbers in parts), observer, threads)
 
     with monkeypatch.context() as patch:
         for room in ("engine", "tail"):
-            patch.setattr(f"jaxpp.engine.{room}.dispatch", dispatch)
+            patch.setattr(f"jaxpp.engine.{room}.hand_over", hand_over)
         yield
 
 
@@ -314,14 +314,14 @@ def test_there_are_two_versions_of_the_weights_at_the_fullest(monkeypatch):
         state, _ = pipe.step(state, x)
     devices, found = jax.devices()[:4], []
 
-    def observed(parts, observer=None, plain=execute.dispatch):
-        for slots, instructions in parts:
-            for instruction in instructions:
-                plain([(slots, [instruction])])
+    def observed(parts, *_, plain=execute.dispatch):
+        for run, numbers in parts:
+            for number in numbers:
+                plain([(run, [number])])
                 found.append(versions_alive(shape, devices))
 
-    monkeypatch.setattr("jaxpp.engine.engine.dispatch", observed)
-    monkeypatch.setattr("jaxpp.engine.tail.dispatch", observed)
+    monkeypatch.setattr("jaxpp.engine.engine.hand_over", observed)
+    monkeypatch.setattr("jaxpp.engine.tail.hand_over", observed)
     gc.collect()
     state, _ = pipe.step(state, x)
     assert max(found) <= 3 * 4, "two of each weight, and the sum of its gradients"
@@ -340,16 +340,18 @@ def test_every_moment_of_steps_in_flow_is_as_forecast(monkeypatch):
     found, device = [], jax.devices()[1]  # which holds no batch
     gc.collect()
 
-    def observed(parts, observer=None, plain=execute.dispatch):
-        for slots, instructions in parts:
-            for instruction in instructions:
-                plain([(slots, [instruction._replace(free=())])])
-                jax.block_until_ready([slots[k] for k in instruction.outputs])
+    def observed(parts, *_):
+        for run, numbers in parts:
+            for instruction in map(run.plan.instructions.__getitem__, numbers):
+                values = instruction.call(*(run.slots[k] for k in instruction.inputs))
+                for slot, value in zip(instruction.outputs, values, strict=True):
+                    run.slots[slot] = jax.block_until_ready(value)
+                del value, values
                 found.append(live_bytes(device))
                 for slot in instruction.free:
-                    slots[slot] = None
+                    run.slots[slot] = None
 
-    monkeypatch.setattr("jaxpp.engine.tail.dispatch", observed)
+    monkeypatch.setattr("jaxpp.engine.tail.hand_over", observed)
     gc.collect()
     state, _ = pipe.step(state, x)
     levels = liveness.levels[device][1:-1].sum(axis=1)
@@ -413,13 +415,13 @@ def test_a_step_that_fails_holds_nothing_of_it(monkeypatch):
     pipe, state = begun()
     seen, plain = [], execute.dispatch
 
-    def failing(parts, observer=None):
-        (slots, instructions), *_ = parts
-        plain([(slots, instructions[:20])], observer)
-        seen.append(slots)
+    def failing(parts, observer, threads):
+        ((run, _),) = parts
+        plain([(run, range(20))], observer)
+        seen.append(run.slots)
         raise RuntimeError("RESOURCE_EXHAUSTED")
 
-    monkeypatch.setattr("jaxpp.engine.engine.dispatch", failing)
+    monkeypatch.setattr("jaxpp.engine.engine.hand_over", failing)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         pipe.step(state, X)
     assert seen == [[]], "a traceback that is kept holds the list, and nothing in it"

@@ -146,7 +146,7 @@ def bound():
     costs = StepCosts({Kind.F: (1e-3, 1e-3), Kind.B: (2e-3, 2e-3)})
     schedule = make("1f1b", num_ranks=2, num_microbatches=2)
     products = {"bfloat16": H100.peaks.bfloat16 * 9e-3}
-    return StepBound(schedule, (H100, H100), parts(schedule, costs), costs, (), products, 0.0, 2, HostWork(8, 40, 1e-4, 6e-4))
+    return StepBound(schedule, (H100, H100), parts(schedule, costs), costs, (), products, 0.0, 2, HostWork(8, 40, 1, 1e-4, 6e-4))
 
 
 def test_measured_over_bound_is_the_median_step_over_the_least_one_with_the_share_of_the_peak():

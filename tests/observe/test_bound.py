@@ -112,7 +112,7 @@ def test_what_the_host_does_to_a_step_goes_by_its_kernels_and_by_what_devices_re
 def test_a_stage_with_whole_backwards_beside_one_that_splits_them_is_simulated_with_them():
     mine = Schedule("mine", [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]])
     actions = {Kind.F: (1.0, 1.0), Kind.B: (3.0, 0.0), Kind.I: (0.0, 1.0), Kind.W: (0.0, 1.0)}
-    host = bounds.HostWork(10, 10, 0.0, 0.0)
+    host = bounds.HostWork(10, 10, 1, 0.0, 0.0)
     bound = bounds.StepBound(mine, (H100, H100), parts(mine, StepCosts(actions)), StepCosts(actions), (), {}, 0.0, 2, host)
     assert bound.simulation.busy == (8.0, 6.0)
     assert bound.simulation.makespan == bound.seconds
