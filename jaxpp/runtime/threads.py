@@ -56,7 +56,7 @@ class _Handover:
         self._heard = {lane: threading.Condition() for lane in self._items}  # that a lane has handed over what others wait for
         self._caller = threading.Condition()
         self._asked = self._granted = self._stopped = False
-        self._running = len(self._items)
+        self._left, self._working = len(self._items), 0  # lanes that have not ended; of these, those that have begun
         self._error: BaseException | None = None
 
     def run(self, pool: ThreadPoolExecutor, hold: Callable[[], None] | None) -> None:
@@ -64,22 +64,26 @@ class _Handover:
             for items in self._items.values():
                 pool.submit(self._lane, items)
             with self._caller:
-                while self._running:
-                    self._caller.wait_for(lambda: not self._running or (self._asked and not self._granted))
-                    if self._asked and not self._granted and not self._stopped:
+                while self._left:
+                    self._caller.wait_for(lambda: not self._left or self._is_asked)
+                    if self._is_asked:
                         if hold is not None:
                             hold()
                         self._granted = True
                         self._caller.notify_all()
         except BaseException:
             self._stop()
-            with self._caller:
-                self._caller.wait_for(lambda: not self._running)
+            with self._caller:  # a lane that has not begun does nothing any more
+                self._caller.wait_for(lambda: not self._working)
             self._put_back()
             raise
         if self._error is not None:
             self._put_back()
             raise self._error
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._asked and not self._granted and not self._stopped
 
     def _put_back(self) -> None:
         """Note of each run what is left to be handed over."""
@@ -94,6 +98,12 @@ class _Handover:
 
     def _lane(self, items: Sequence[_Item]) -> None:
         run = instruction = value = None
+        with self._caller:
+            if self._stopped:
+                self._left -= 1
+                self._caller.notify_all()
+                return
+            self._working += 1
         try:
             with set_aside():
                 for run, done, _, instruction, turn in items:
@@ -116,7 +126,8 @@ class _Handover:
             self._fail(error, run, instruction)
         finally:
             with self._caller:
-                self._running -= 1
+                self._working -= 1
+                self._left -= 1
                 self._caller.notify_all()
 
     def _wait(self, done: Sequence[int], lane: int, count: int) -> bool:
