@@ -70,6 +70,28 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     return Schedule("1f1b", tuple(map(row, range(num_ranks))))
 
 
+def eager_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """1f1b with more forwards ahead, so that transfers hide behind work: for links that are slow.
+
+    ::
+
+        rank 0   F0 F1 F2 F3       B0    B1    B2    B3
+        rank 1      F0 F1 F2    B0 F3 B1    B2    B3
+        rank 2         F0 B0 F1 B1 F2 B2 F3 B3
+
+    Rank r has 2 (p - r) - 1 forwards ahead, where 1f1b has just as many as it needs if transfers take no time. Then no rank but the
+    last waits for one while it lasts no longer than half a forward, and the bubble is that of 1f1b; residuals of
+    min(m, 2 (p - r) - 1) microbatches on rank r. NVIDIA's JaxPP calls the order ``Eager1F1B``. Reference: Zhuang et al., On
+    Optimizing the Communication of Model Parallelism, arXiv:2211.05322.
+    """
+
+    def row(rank: int) -> ActionRow:
+        forwards, backwards = ([Action(rank, kind, i) for i in range(num_microbatches)] for kind in (Kind.F, Kind.B))
+        return _alternate(forwards, backwards, 2 * (num_ranks - rank - 1))
+
+    return Schedule("eager-1f1b", tuple(map(row, range(num_ranks))))
+
+
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> ActionRow:
     """So many forwards, then one forward and one backward in turn, then the other backwards."""
     warm_up = min(len(forwards), warm_up)
@@ -337,6 +359,7 @@ SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
         "naive": Recipe(naive),
         "gpipe": Recipe(gpipe),
         "1f1b": Recipe(one_f_one_b),
+        "eager-1f1b": Recipe(eager_1f1b),
         "interleaved": Recipe(
             interleaved,
             2,

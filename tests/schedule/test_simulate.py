@@ -58,6 +58,7 @@ def test_the_bubble_equals_its_formula(p, m):
     full = 3 * m
     assert run("naive", p, m).bubble_fraction == (p - 1) / p
     assert run("gpipe", p, m).bubble_fraction == run("1f1b", p, m).bubble_fraction == (p - 1) / (m + p - 1)
+    assert run("eager-1f1b", p, m).makespan == run("1f1b", p, m).makespan
     for v in (1, 2, 3, 4):
         if m >= p:
             assert run("looped-bfs", p, m, v).makespan == full + fractions.Fraction(3 * (p - 1), v)
@@ -87,12 +88,24 @@ def test_the_bubble_equals_its_formula_where_f_i_and_w_differ(p, f, i, w):
     assert found("dualpipe-v", 2).makespan - full <= overlapped
 
 
+@pytest.mark.parametrize(
+    ("p", "m", "plain", "eager"),
+    [(4, 16, (59.8, 64, 71), (57.6, 58.5, 60)), (8, 32, (123.8, 134, 151), (118.4, 120.5, 124))],
+)
+def test_transfers_hide_behind_the_forwards_that_eager_1f1b_has_ahead(p, m, plain, eager):
+    for transfer, *spans in zip((0.1, 0.25, 0.5), plain, eager, strict=True):
+        found = [run(name, p, m, transfer=transfer).makespan for name in ("1f1b", "eager-1f1b")]
+        assert found == pytest.approx(spans, abs=1e-9)
+        assert found[1] == pytest.approx(3 * m + (p - 1) * (3 + 2 * transfer))
+
+
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_residuals_equal_their_formula(p, m):
     peaks = {
         "naive": [1] * p,
         "gpipe": [m] * p,
         "1f1b": [min(m, p - r) for r in range(p)],
+        "eager-1f1b": [min(m, 2 * (p - r) - 1) for r in range(p)],
         "zb-h1": [min(m, p)] * p,
         "zb-h2": [min(m, 2 * p - 1)] * p,
         "zb-v": [2 * min(m, p)] * p if m >= 2 * p - 1 else None,
