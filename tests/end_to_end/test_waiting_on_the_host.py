@@ -230,7 +230,7 @@ def test_a_step_that_fails_before_its_first_update_leaves_the_state_and_one_that
     assert plan.consumes <= first
     fails = [plan.consumes - 1]
 
-    def run(plan, arguments, observer, hold):
+    def run(plan, arguments, observer, hold, threads=None):
         def stop(instruction, slots):
             if instruction is plan.instructions[fails[0]]:
                 raise ValueError("not this time")

@@ -685,7 +685,7 @@ def test_there_is_one_fill_and_one_drain_in_all(monkeypatch):
     seen = [[] for _ in range(STAGES)]
     original = loop.execute
 
-    def noted(plan, arguments, observer, hold):
+    def noted(plan, arguments, observer, hold, threads=None):
         before = len(seen[0])
 
         def see(instruction, slots):
