@@ -18,7 +18,7 @@ from jaxpp.schedule.action import Kind
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.models import PARAMS, ZOO, gpt_case, loss_fn, mlp_case, pipeline, schedule_for
 
-FUSING = ("naive", "1f1b", "interleaved")
+FUSING = ("naive", "1f1b", "eager-1f1b", "interleaved")
 """The schedules in which the last stage's backward is always right behind its forward."""
 
 
