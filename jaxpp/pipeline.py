@@ -160,10 +160,10 @@ class Pipeline(Forward):
             line says what was chosen and what it costs, and so do ``pipe.stages`` and the ``FitError`` that is raised if nothing
             fits. With a ``remat`` other than the default, or parameters sharded over ``"model"``, ``host`` alone is chosen.
         fuse: whether the last stage's forward and backward are compiled as one program, if the schedule runs the backward of each
-            microbatch right behind its forward there (``"naive"``, ``"1f1b"``, ``"eager-1f1b"`` and ``"interleaved"`` do). That program
-            writes no residual of the size of the logits, and it rounds in its own way: with the same cuts, schedules that fuse have
-            the same bits as one another, and ``"gpipe"``, which cannot, has those of ``fuse=False``. Default: on accelerators, not on
-            CPUs.
+            microbatch right behind its forward there (``"naive"``, ``"1f1b"``, ``"eager-1f1b"`` and ``"interleaved"`` do). That
+            program writes no residual of the size of the logits, and it rounds in its own way: with the same cuts, schedules that
+            fuse have the same bits as one another, and ``"gpipe"``, which cannot, has those of ``fuse=False``. Default: on
+            accelerators, not on CPUs.
         host: what waits in pinned host memory while no stage works with it: ``"optimizer"``, its state, which visits the device for
             the update; or ``"params"``, parameters, gradients and the optimizer's state, of which a device then holds those of the
             stage that works, and the next one's parameters. A rank needs many stages for that, as
