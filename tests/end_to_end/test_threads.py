@@ -440,3 +440,21 @@ def test_what_is_left_of_a_run_goes_on_where_its_lanes_have_stopped():
 def test_other_words_are_refused(threads):
     with pytest.raises(ArgumentError, match="one thread hands over a step, or one for each rank"):
         pipeline(threads=threads)
+
+
+@pytest.mark.long
+def test_sets_of_a_bank_and_a_mesh_have_the_same_bits_in_threads():
+    def of_task(params, own, x):
+        return tied([*params[:4], {**params[4], "w": params[4]["w"] @ own["w"]}, *params[5:]], x)
+
+    mesh, found = jax.make_mesh((2, 2, 2), ("pipe", "data", "model")), []
+    for threads in ("one", "ranks"):
+        bank = jaxpp.Bank({name: {"w": np.eye(8, dtype=np.float32)} for name in ("cat", "dog")}, optax.adam(1e-2))
+        pipe = pipeline(of_task, threads, optax.adam(1e-2), bank=bank)
+        state = pipe.init(PARAMS, X)
+        for task in ("cat", "dog", "cat"):
+            state, _ = pipe.step(state, X, task=task)
+        meshed = pipeline(tied, threads, mesh=mesh, num_stages=2, shardings={"*/w": "column"})
+        found.append((bits(state, bank.params("cat"), bank.params("dog")), trained(meshed)))
+        assert bool(plan_of(meshed).turns) is (threads == "ranks")
+    assert found[0] == found[1]
