@@ -344,8 +344,8 @@ class Engine:
         what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
         checked = NanCheck(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
         options = {"leaves": self.placed.shapes_by_role, "watched": watched, "check": checked, "what": what}
+        options |= {"in_threads": self._in_threads(purpose, lowered.step)}
         plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, **options)
-        plan = plan if self._in_threads(purpose, lowered.step) else dataclasses.replace(plan, turns=())
         return plan, dataclasses.replace(lowered, bound=bound)
 
     @property

@@ -33,6 +33,8 @@ class Tail:
         late = [name in self.flow.late for name in lowered.outputs]
         values = [None if one else value for one, value in zip(late, run.results(), strict=True)]
         self.first = lowered.outcome(cast("list[Array]", values))  # what the body has made; None for the rest
+        for slot in run.plan.of_body:
+            run.slots[slot] = None
         self.lock = threading.RLock()  # held while the rest is handed over, and while anybody takes what it has made
         self._outcome: Outcome[Array] | None = None
         self._failed: BaseException | None = None
@@ -65,8 +67,9 @@ class Tail:
         with self.lock:
             self._check()
             parts = (((self._run if of_tail else run), count) for of_tail, count in self.flow.then(flow))
+            threads = self._threads if run.plan.turns else None  # a plan of another batch shape may have one lane
             try:
-                hand_over(((each, each.next(count)) for each, count in parts), observer, self._threads)
+                hand_over(((each, each.next(count)) for each, count in parts), observer, threads)
             except BaseException as error:
                 run.slots.clear()
                 if self._run.failed and self._outcome is None:

@@ -46,6 +46,7 @@ class Plan:
     outputs: tuple[int, ...]  # the slot of each result
     consumes: int  # the number of the first instruction that takes over the buffer of an argument
     turns: tuple[Turn, ...] = ()  # of each instruction, where a thread for each rank hands them over; none if there is one lane
+    of_body: tuple[int, ...] = ()  # the slots of arguments that several lanes read, none of them in the tail
 
     def __str__(self) -> str:
         width = max((len(line.label) for line in self.instructions), default=0)

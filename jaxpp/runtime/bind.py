@@ -205,11 +205,12 @@ def compile_plan(
     watched: bool = False,
     what: str = "",
     check: Check | None = None,
+    in_threads: bool = False,
 ) -> tuple[Plan, Bound]:
     """Compile the programs, put the constants on their devices, and turn names into slots; the plan, and the lines run here.
 
     ``leaves`` is needed in several processes, ``given`` where another plan made the compiler choose a sharding. The instructions of
-    a ``watched`` plan can be asked whether they are done.
+    a ``watched`` plan can be asked whether they are done; ``in_threads`` gives them turns.
     """
     bound, away = bound.here(leaves)
     lines = list(bound.lines)
@@ -219,7 +220,7 @@ def compile_plan(
     compiled_bound = dataclasses.replace(bound, chosen=chosen, placed=placed)
     of_caller = set(bound.inputs)
     consumes = next((k for k, line in enumerate(lines) if not of_caller.isdisjoint(line.taken)), len(lines))
-    lanes = in_lanes(lines, [place.devices for place in bound.placement.places], consumes)
+    lanes = in_lanes(lines, [place.devices if in_threads else None for place in bound.placement.places], consumes)
     last, kept, slots = dataclasses.replace(bound, lines=tuple(lines)).last_uses, set(bound.outputs), SlotNumbers(lanes)
     arguments = tuple(slots[name] for name in bound.inputs)
     constants = tuple((slots[name], value) for name, value in (placed | away).items())
@@ -241,7 +242,9 @@ def compile_plan(
         about = About(line.device, line.stage, line.action, line.is_send, program, at, line.copies, line.fused)
         instructions.append(Instruction(line.label, call, read, written, tuple(slots.release(done)), about))
     results, turns = tuple(slots[name] for name in bound.outputs), lanes.turns if lanes.count > 1 else ()
-    plan = Plan(tuple(instructions), slots.size, constants, arguments, results, consumes, turns)
+    body = 0 if bound.flow is None else bound.flow.body
+    of_body = tuple(slots[name] for name in lanes.several if name in of_caller - kept and last[name] < body)
+    plan = Plan(tuple(instructions), slots.size, constants, arguments, results, consumes, turns, of_body)
     return plan, compiled_bound
 
 

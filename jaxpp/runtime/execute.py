@@ -38,7 +38,7 @@ def execute(
     """
     run = Execution(plan, arguments)
     try:
-        if threads is not None and observer is None:
+        if threads is not None and observer is None and threads.may_begin:
             threads.dispatch([(run, run.left)], hold)
             return run.results()
         dispatch([(run, run.next(plan.consumes))], observer)
@@ -53,7 +53,7 @@ def execute(
 
 def hand_over(parts: Iterable[tuple[Execution, Iterable[int]]], observer: Observer | None, threads: Threads | None) -> None:
     """Hand over instructions of runs, by number: in threads, if there are any and nobody watches."""
-    if threads is not None and observer is None:
+    if threads is not None and observer is None and threads.may_begin:
         threads.dispatch(parts)
     else:
         dispatch(parts, observer)

@@ -6,22 +6,51 @@ same bits.
 
 The caller's thread hands nothing over. It waits, and takes Ctrl-C, which stops all lanes before the first of them takes over the
 buffer of an argument: from then on signals wait, as they do with one thread. What a lane raises stops the others too.
+
+Ctrl-C may come between any two bytecodes, and a lock of Python's that is being taken then stays taken. So the caller's thread takes
+none while signals come, and lanes that wait look now and then whether they are to stop, should nobody have woken them.
 """
 
+import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from queue import SimpleQueue
+
+import jax
 
 from jaxpp.errors.user_mesh import set_aside
 from jaxpp.plan.lanes import Turn
 from jaxpp.plan.plan import Execution, Instruction, Plan
+from jaxpp.runtime.interrupts import held
+
+_x64 = operator.attrgetter("jax_enable_x64")  # of JAX's options, as they are in this thread
+_LOOKS = 0.5  # seconds after which a lane that waits looks whether it is to stop
+
+
+class _Here(threading.local):
+    busy = False  # whether this thread waits for lanes, or is one
+
+
+_HERE = _Here()
+_Queue = SimpleQueue[Callable[[], None] | None]
 
 
 class Threads:
-    """The threads of a pipeline, kept from step to step; they end with it."""
+    """The threads of a pipeline, kept from step to step; they end with it.
+
+    They are no pool of Python's: that one takes nothing more once the main thread has ended, though a step or a state may still be
+    asked for, and Ctrl-C may leave its locks taken. A ``SimpleQueue`` has none that Ctrl-C could.
+    """
 
     def __init__(self, count: int):
-        self._pool = ThreadPoolExecutor(count, "jaxpp-rank")
+        self._queues: list[_Queue] = [SimpleQueue() for _ in range(count)]
+        weakref.finalize(self, _end, self._queues).atexit = False
+        with held():
+            for number, queue in enumerate(self._queues):
+                threading.Thread(target=_serve, args=(queue,), name=f"jaxpp-rank_{number}", daemon=True).start()
         self._lock = threading.Lock()  # all lanes of a step run at once, so two steps do not
 
     def dispatch(self, parts: Iterable[tuple[Execution, Iterable[int]]], hold: Callable[[], None] | None = None) -> None:
@@ -31,7 +60,27 @@ class Threads:
         and its run has failed; all lanes have ended then, and ``left`` of each run is what they have left.
         """
         with self._lock:
-            _Handover(parts).run(self._pool, hold)
+            _HERE.busy = True
+            try:
+                _Handover(parts).run(self._queues, hold)
+            finally:
+                _HERE.busy = False
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a step may be handed over in them: not where this thread waits for them (a handler of signals), or is one."""
+        return not _HERE.busy
+
+
+def _serve(queue: "_Queue") -> None:
+    while (job := queue.get()) is not None:
+        job()
+        del job  # or what it holds would stay until the next one
+
+
+def _end(queues: "Sequence[_Queue]") -> None:
+    for queue in queues:
+        queue.put(None)
 
 
 _Item = tuple[Execution, list[int], int, Instruction, Turn]
@@ -55,31 +104,39 @@ class _Handover:
                 self._items.setdefault(turn.lane, []).append((run, self._done[run], number, run.plan.instructions[number], turn))
         self._heard = {lane: threading.Condition() for lane in self._items}  # that a lane has handed over what others wait for
         self._caller = threading.Condition()
+        self._news: SimpleQueue[None] = SimpleQueue()  # something for each change that the caller waits for
+        self._x64 = _x64(jax.config)  # of the caller's thread: puts in another have the types of that one
         self._asked = self._granted = self._stopped = False
         self._left, self._working = len(self._items), 0  # lanes that have not ended; of these, those that have begun
         self._error: BaseException | None = None
 
-    def run(self, pool: ThreadPoolExecutor, hold: Callable[[], None] | None) -> None:
+    def run(self, queues: Sequence[_Queue], hold: Callable[[], None] | None) -> None:
         try:
-            for items in self._items.values():
-                pool.submit(self._lane, items)
-            with self._caller:
-                while self._left:
-                    self._caller.wait_for(lambda: not self._left or self._is_asked)
-                    if self._is_asked:
-                        if hold is not None:
-                            hold()
-                        self._granted = True
+            for lane, items in self._items.items():
+                queues[lane].put(partial(self._lane, items))
+            while self._left:
+                self._news.get()
+                if self._is_asked:
+                    if hold is not None:
+                        hold()
+                    self._granted = True
+                    with self._caller:
                         self._caller.notify_all()
         except BaseException:
-            self._stop()
-            with self._caller:  # a lane that has not begun does nothing any more
-                self._caller.wait_for(lambda: not self._working)
-            self._put_back()
+            self._stopped = True  # at once, whatever comes next
+            with held():
+                self._stop()
+                while self._working:  # a lane that has not begun does nothing any more
+                    self._news.get()
+                self._put_back()
             raise
         if self._error is not None:
             self._put_back()
-            raise self._error
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this frame: the two would hold one another, and what the frames hold
 
     @property
     def _is_asked(self) -> bool:
@@ -101,12 +158,14 @@ class _Handover:
         with self._caller:
             if self._stopped:
                 self._left -= 1
-                self._caller.notify_all()
+                self._news.put(None)
                 return
             self._working += 1
+        _HERE.busy = True
         try:
-            with set_aside():
+            with set_aside(), nullcontext() if self._x64 == _x64(jax.config) else jax.enable_x64(self._x64):
                 for run, done, _, instruction, turn in items:
+                    value = None if turn.after else value  # what was sent may be let go while this lane waits
                     if not all(self._wait(done, other, count) for other, count in turn.after):
                         return
                     if (turn.asks and not self._ask()) or self._stopped:
@@ -128,21 +187,23 @@ class _Handover:
             with self._caller:
                 self._working -= 1
                 self._left -= 1
-                self._caller.notify_all()
+                self._news.put(None)
 
     def _wait(self, done: Sequence[int], lane: int, count: int) -> bool:
         """Wait until so many instructions of a lane were handed over; False if the lanes have stopped."""
         if done[lane] < count and lane in self._heard:
             with self._heard[lane]:
-                self._heard[lane].wait_for(lambda: done[lane] >= count or self._stopped)
+                while not self._heard[lane].wait_for(lambda: done[lane] >= count or self._stopped, _LOOKS):
+                    pass
         return not self._stopped
 
     def _ask(self) -> bool:
         """Wait until the caller holds signals back; False if the lanes have stopped."""
         with self._caller:
             self._asked = True
-            self._caller.notify_all()
-            self._caller.wait_for(lambda: self._granted or self._stopped)
+            self._news.put(None)
+            while not self._caller.wait_for(lambda: self._granted or self._stopped, _LOOKS):
+                pass
             return not self._stopped
 
     def _fail(self, error: BaseException, run: Execution | None, instruction: Instruction | None) -> None:

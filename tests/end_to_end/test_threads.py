@@ -458,3 +458,26 @@ def test_sets_of_a_bank_and_a_mesh_have_the_same_bits_in_threads():
         found.append((bits(state, bank.params("cat"), bank.params("dog")), trained(meshed)))
         assert bool(plan_of(meshed).turns) is (threads == "ranks")
     assert found[0] == found[1]
+
+
+def test_threads_have_the_callers_x64():
+    batch = np.random.default_rng(1).normal(size=(16, 8))
+    with jax.enable_x64(True):
+        found = [trained(pipeline(tied, threads), (jax.tree.map(np.float64, PARAMS),), 2, batch) for threads in ("one", "ranks")]
+    assert found[0] == found[1]
+
+
+def test_a_handler_of_signals_may_evaluate_while_threads_hand_over_a_step(monkeypatch):
+    paused(monkeypatch, most=5e-3)
+    pipe, found = pipeline(), []
+    state = pipe.init(PARAMS, X)
+    before = signal.signal(signal.SIGUSR1, lambda *_: found.append(bits(pipe.evaluate(state, X).loss)))
+    try:
+        expected = bits(pipe.evaluate(state, X).loss)
+        timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGUSR1))
+        timer.start()
+        pipe.step(state, X, donate=False)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [expected]
