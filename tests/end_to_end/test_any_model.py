@@ -210,6 +210,11 @@ def parts(example: Example, batch: Any) -> list[Any]:
     return [jax.tree.map(lambda leaf, size=size: leaf[:size], batch) for size in example.batch_sizes]
 
 
+def told(example: Example) -> dict[str, str]:
+    """What the user says of aux leaves: nobody could know of hits what they are of a whole batch, where layers mix examples."""
+    return {"early": example.reduced} | ({"hits": "sum"} if example.compute == "float64" else {})
+
+
 def options_of(example: Example) -> dict[str, Any]:
     return {"has_aux": example.aux, "weight": (lambda batch: 1 + batch["mask"].sum()) if example.weighted else None}
 
@@ -219,7 +224,8 @@ def expected(example: Example) -> list[tuple[Any, ...]]:
     with jax.enable_x64(True):
         params, model_state, batch = variables(example)
         loss_fn, key, options = loss_of(example), example.prng_key, options_of(example)
-        reduced = {"early": REDUCERS[example.reduced]} | {name: Join() for name in AUX if name.startswith("row")}
+        reduced = {name: Join() for name in AUX if name.startswith("row")} | {"words": REDUCERS["sum"]}  # what nobody has to say
+        reduced |= {name: REDUCERS[reducer] for name, reducer in told(example).items()}
         names = sorted(AUX if example.compute == "float64" else AUX[:-2])
         options["reducers"] = {k: reducer for k, name in enumerate(names) if (reducer := reduced.get(name))}
         results = []
@@ -243,7 +249,7 @@ def pipelined(example: Example) -> list[tuple[Any, ...]]:
         devices=jax.devices()[: example.devices],
         remat=getattr(jax.checkpoint_policies, str(example.remat), example.remat),
         has_state=example.has_state,
-        reduce_aux={"early": example.reduced} if example.aux else None,
+        reduce_aux=told(example) if example.aux else None,
         **options_of(example),
     )
     given = (params, model_state) if example.has_state else (params,)
