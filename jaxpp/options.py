@@ -382,7 +382,7 @@ def _balance_of(balance: str, places: Sequence[Place]) -> str:
 def _threads_of(threads: object) -> str:
     if threads not in _THREADS:
         rule = "one thread hands over a step, or one for each rank"
-        raise ArgumentError(f"threads={threads!r}", rule, shown(threads), f"pass {', '.join(map(repr, _THREADS))}")
+        raise ArgumentError(f"threads={threads!r}", rule, shown(threads), "pass 'auto', 'one' or 'ranks'")
     return str(threads)
 
 
