@@ -438,7 +438,7 @@ def test_what_is_left_of_a_run_goes_on_where_its_lanes_have_stopped():
 
 @pytest.mark.parametrize("threads", ["rank", 4, None, True])
 def test_other_words_are_refused(threads):
-    with pytest.raises(ArgumentError, match="pass .auto., .one. or .ranks."):
+    with pytest.raises(ArgumentError, match=r"pass .auto., .one. or .ranks."):
         pipeline(threads=threads)
 
 
