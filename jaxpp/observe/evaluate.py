@@ -137,7 +137,9 @@ def costs_of_plan(
     lines = plan.instructions
     acting = [number for number, line in enumerate(lines) if line.about.action is not None]
     first, last = acting[0], acting[-1]
-    handed_over = list(itertools.accumulate(handing, initial=0.0))
+    lanes = [turn.lane for turn in plan.turns] or [0] * len(lines)  # a thread for each rank hands over its own
+    begins = (seconds * (lane == lanes[first]) for seconds, lane in zip(handing, lanes, strict=True))
+    handed_over = list(itertools.accumulate(begins, initial=0.0))
     own = (k for k in range(first) if lines[k].about.stage == lines[first].about.stage and lines[k].about.program)
     ready = [handed_over[k + 1] + alone[k] for k in own]
     taken: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
@@ -183,7 +185,7 @@ def costs_of_plan(
         offload_dispatch=(0.0,) * num_stages,
         before=begun + max([handed_over[first], *ready]),
         after=tuple(after),
-        after_dispatch=sum(handing[last + 1 :]),
+        after_dispatch=max(sum(handing[k] for k in range(last + 1, len(lines)) if lanes[k] == lane) for lane in set(lanes)),
     )
 
 
