@@ -21,7 +21,10 @@ def offload(draft: LineList, offloaded: Sequence[Offloaded], order: Sequence[Act
     """The lines with copies of residuals to host memory and back; ``order`` is that of all actions, be it without lines."""
     lines = draft.lines
     begins, ends = dict[Action, int](), dict[Action, int]()  # the first line of each action, and its last send
+    programs = defaultdict[Action, list[Line]](list)  # of a stage and microbatch, by the forward
     for number, line in enumerate(lines):
+        if line.program is not None and line.action is not None:
+            programs[line.action._replace(kind=Kind.F)].append(line)
         for action in line.actions:
             begins.setdefault(action, number)
             ends[action] = number
@@ -29,33 +32,30 @@ def offload(draft: LineList, offloaded: Sequence[Offloaded], order: Sequence[Act
     for action in reversed(order):
         following = begins.setdefault(action, following)
     before, behind = (defaultdict[int, list[Line]](list) for _ in range(2))
-    back = dict[Name, Name]()
+    back = defaultdict[int, dict[Name, Name]](dict)  # what is known by another name from a line on
     for forward, ahead, _ in offloaded:
-        if names := _moving(lines, forward) if forward in ends else []:
+        if names := _moving(programs[forward], forward) if forward in ends else []:
             stage = forward.stage
             homes = [name._replace(ref=Ref(Role.FETCHED, k, shared=name.ref.shared)) for k, name in enumerate(names)]
             waits = tuple(map(waiting, homes))
             behind[ends[forward]].append(Line(f"offload {forward}", stage, None, tuple(names), waits, forward, MemoryCopy.TO_HOST))
             before[begins[ahead]].append(Line(f"fetch {forward}", stage, None, waits, tuple(homes), forward, MemoryCopy.TO_DEVICE))
-            back |= zip(names, homes, strict=True)
+            back[begins[ahead]] |= zip(names, homes, strict=True)
     there, found = dict[Name, Name](), list[Line]()
     for number, line in enumerate(lines):
-        for copy in before[number]:
-            there |= {name: home for name, home in back.items() if home in copy.outputs}
+        there |= back[number]
         reads = tuple(there.get(name, name) for name in line.inputs) if line.program is not None else line.inputs
         found += [*before[number], replace(line, inputs=reads), *behind[number]]
     return replace(draft, lines=tuple(found))
 
 
-def _moving(lines: Sequence[Line], forward: Action) -> list[Name]:
+def _moving(programs: Sequence[Line], forward: Action) -> list[Name]:
     """What the backwards of a microbatch read that its forward made, or was sent; keys stay."""
     made, read = set[Name](), dict[Name, None]()
-    for line in lines:
-        if line.program is None or line.action is None or line.action._replace(kind=Kind.F) != forward:
-            continue
+    for line in programs:
         if line.action == forward:
             made |= {name for name in line.outputs if name.ref.role == Role.RESIDUAL}
-        else:
+        elif line.program is not None:
             pairs = zip(line.inputs, line.program.avals, strict=True)
             read |= dict.fromkeys(name for name, aval in pairs if not jnp.issubdtype(aval.dtype, jax.dtypes.extended))
     return [name for name in read if name in made or name.ref.role == Role.ACTIVATION]
