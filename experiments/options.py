@@ -214,7 +214,10 @@ def figure_file(name: str, config: Figured) -> Path | None:
     """
     drawn = not config.no_figure and has_matplotlib()
     if not (drawn or config.no_figure):
-        print(f'{name}: no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"', file=sys.stderr)
+        print(
+            f'{name}: no figure, as matplotlib is not installed. Fix: pip install -e ".[figures]" in the checkout of jaxpp',
+            file=sys.stderr,
+        )
     figure = config.figure if drawn else None
     check_writable("--figure", figure)
     check_writable("--json", config.json)

@@ -82,7 +82,9 @@ def command(name: str, config_type: type[C], description: str, run: Callable[[C]
     try:
         tyro: Any = importlib.import_module("tyro")
     except ImportError:
-        raise SystemExit(f'{name}: tyro reads the options, and is not installed. Fix: pip install "jaxpp[experiments]"') from None
+        raise SystemExit(
+            f'{name}: tyro reads the options, and is not installed. Fix: pip install -e ".[experiments]" in the checkout of jaxpp'
+        ) from None
     try:
         config = tyro.cli(config_type, prog=f"python -m experiments.{name}", description=description)
         check_writable("--json", config.json)

@@ -1,7 +1,7 @@
 """The options of a pipeline: what the user asked for, checked before anything is traced."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 
 from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_flags, check_function
+from jaxpp.lowering.passes.visits import WAITING
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
-from jaxpp.plan.passes.visits import WAITING
 from jaxpp.runtime.edges import HOST_MEMORY
 from jaxpp.runtime.place import (
     AxisMap,
@@ -31,9 +31,11 @@ from jaxpp.runtime.place import (
 from jaxpp.runtime.processes.here import is_here, processes_of
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.flow import overlaps
 from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded, offloads
 from jaxpp.schedule.registry import AUTO, make, make_for_stages
+from jaxpp.schedule.simulate import simulate
 from jaxpp.schedule.validate import check_counts, is_count
 from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, RankAxes, axis_names
 from jaxpp.stages.loss.aux import check_reducers
@@ -42,6 +44,10 @@ from jaxpp.stages.program import Role
 from jaxpp.stages.remat import Remat, RematPolicy, offload_of, policies_of
 from jaxpp.targets import compiles_only, device_name
 from jaxpp.types import Batch, Device, LossFn, ReduceAux, Tree
+
+
+class OptionWarning(UserWarning):
+    """An option that changes nothing beside the others, or does not do what it is for."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +70,16 @@ class Options:
     balance: str = "cost"
     shardings: Tree = None  # of the parameters inside a stage, as the user wrote them
     shard: frozenset[str] = frozenset()  # what replicas divide between them: "optimizer", "gradients", "parameters"
-    shared: tuple[str, ...] = ()
+    broadcast: tuple[str, ...] = ()
     trains: tuple[str, ...] | None = None  # the paths of the parameters that a step changes; None: of all
     host: str | None = None  # what waits in host memory while no device works with it: a word of ``WAITING``
     delay: int = 0  # how many steps the gradients of a step are late
     max_shapes: int = 8
-    fuse: bool = False  # whether a forward and the backward right behind it run as one program, where a stage can
+    fuse: bool | None = None  # whether a forward and the backward behind it run as one program, where a stage can; see ``fuses``
     threads: str = "auto"  # what hands over a step: "one" thread, one for each of the "ranks", or what is likely to be quicker
     hbm: int | None = None  # bytes of each device, into which a step is to fit; None if nobody asks
     devices_warning: DevicesWarning | None = None  # what to tell the user of devices that nobody named
+    counts_microbatches: bool = False  # whether jaxpp chose num_microbatches, as nobody said it
     made_to_measure: bool = False  # whether the schedule is yet to be found for what the stages will take: schedule="auto"
     axes: RankAxes = ONE_DEVICE  # of a rank, which functions may name
     by_list: bool = False  # whether devices were listed, those of a rank of several in a list of its own; else there is a mesh
@@ -99,19 +106,65 @@ class Options:
         found = self if host == self.host else replace(self, host=host)
         if host is not None:
             _check_memories(found.devices, f"host={host!r}", "no host=")
-            rule = "what waits in host memory is whole, and beside devices of one process"
-            wrong = {"devices of several processes": found.by_processes, f"shard={sorted(found.shard)}": bool(found.shard)}
-            wrong |= {f"delay={found.delay}": bool(found.delay)}
-            _refuse_beside(f"host={host!r}", rule, wrong, "leave host or these out")
+        if host == "params" and found.delay:
+            rule = "steps that flow into one another read parameters of two ages, which their devices hold"
+            raise ArgumentError(f"host={host!r}", rule, f"delay={found.delay}", 'pass host="optimizer", or leave host or delay out')
         return found
 
     def hosted(self) -> list["Options"]:
         """The same with more in host memory, each with more than the one before; none if the state cannot wait there."""
         words = list(WAITING)
         more = words if self.host is None else words[words.index(self.host) + 1 :]
+        found = list[Options]()
         with contextlib.suppress(ArgumentError):
-            return list(map(self.with_host, more))
-        return []
+            for word in more:
+                found.append(self.with_host(word))
+        return found
+
+    def idle(self, *, calls_host: bool, waits: bool, divides: bool) -> Iterator["OptionWarning"]:
+        """What to tell of options that change nothing beside the others, and beside this loss and optimizer.
+
+        Args:
+            calls_host: whether either of these calls Python on the host.
+            waits: whether the optimizer's state has leaves that can wait in host memory.
+            divides: whether the loss says how its values are divided over axes.
+        """
+        schedule, known, delay = self.schedule, not self.made_to_measure, bool(self.delay)
+        axes, sizes = self.axes.names if self.by_list else (), self.axes.sizes
+        unnamed = [name for name, axis, _ in axes if axis != DATA and sizes.get(axis, 1) == 1 and not divides]
+        fuses = any(action.stage == schedule.num_stages - 1 for action in schedule.pairs)
+        late, out, both = f"delay={self.delay}", "leave delay out", "leave one of them out"
+        cut, ends = "the stages begin where cuts= says", "a step ends before the next begins, and no time is won"
+        called, full = "a loss or an optimizer that calls it", f"where no rank has room for the next step's forwards, {ends}"
+        named, nothing = "it says what the axes of a mesh are, and over what functions reduce", "an optimizer without arrays"
+        behind, waiting = "the last stage runs B right behind each F", "the optimizer's state waits in host memory"
+        scaled = "a loss scale and has_state=True"
+        alone, more, order = "replicas divide it between them", "pass data_parallel=2, or leave it out", 'pass schedule="1f1b"'
+        for is_idle, where, rule, got, fix in (
+            (self.cuts is not None and self.balance != "cost", f"balance={self.balance!r}", cut, "cuts too", both),
+            (self.shard and self.placement.num_replicas == 1, f"shard={sorted(self.shard)}", alone, "one replica", more),
+            (unnamed, f"axes with {', '.join(map(repr, unnamed))}", named, "no mesh", "pass mesh=..., or leave these out"),
+            (self.host == "optimizer" and not waits, 'host="optimizer"', waiting, nothing, "leave it out"),
+            (self.fuse and known and not fuses, "fuse=True", behind, schedule.name, f"{order}, or leave it out"),
+            (delay and self.offloaded, late, f'with remat="offload" {ends}', "both", both),
+            (delay and self.by_processes, late, f"where processes meet at each step, {ends}", "several processes", out),
+            (delay and calls_host, late, f"where the host is waited for, {ends}", called, out),
+            (
+                delay and self.loss_scale and self.has_state,
+                late,
+                f"where gradients decide on the model state, {ends}",
+                scaled,
+                both,
+            ),
+            (delay and known and not overlaps(schedule), late, full, schedule.heading, f"{order} on several ranks, or {out}"),
+        ):
+            if is_idle:
+                yield OptionWarning(f"{where}: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
+
+    @property
+    def fuses(self) -> bool:
+        """Whether a forward and the backward right behind it run as one program, where a stage can: unless asked, not on CPUs."""
+        return self.devices[0].platform != "cpu" if self.fuse is None else self.fuse
 
     @property
     def waiting(self) -> frozenset[Role]:
@@ -133,6 +186,23 @@ class Options:
         """The stages and microbatches whose residuals wait in host memory."""
         moves = any(each is not None for each in self.offload)
         return offloads(self.schedule.rows, self.offload) if moves else ()
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What was chosen for the user before anything is known of the loss, a sentence each, and what else would have cost."""
+        made = self.schedule
+        if not self.counts_microbatches or made.num_ranks == 1:
+            return ()
+        said = f"num_microbatches={made.num_microbatches} was chosen, as many as there are stages"
+        if self.made_to_measure:
+            return (f"{said}; two to four times as many leave devices idle for less time",)
+        more = [2 * made.num_microbatches, 4 * made.num_microbatches]
+        others = [make_for_stages(made.name, num_stages=made.num_stages, num_microbatches=count) for count in more]
+        idle, *less = [simulate(each).bubble_fraction for each in (made, *others)]
+        if less[-1] >= idle:
+            return (said,)
+        would = ", ".join(f"{bubble:.0%} with {count}" for bubble, count in zip(less, more, strict=True))
+        return (f"{said}: devices idle for {idle:.0%} of a step of {made.name} whose stages take equally long; {would}",)
 
     @property
     def described(self) -> list[str]:
@@ -175,7 +245,7 @@ class Loss:
     reduce_aux: ReduceAux = None
     weight: Callable[[Batch], ArrayLike] | str | None = None
     reduction: str = "mean"
-    shared: str | Sequence[str] = ()
+    broadcast: str | Sequence[str] = ()
     is_loss: bool = True  # False: of forwards alone, whose function returns outputs
 
 
@@ -251,7 +321,7 @@ class Asked(NamedTuple):
             _check_order(made)
         places = submeshes(where.devices, where.mesh, where.data_parallel, made.num_ranks, known)
         used = places[: made.num_ranks]
-        widest, platform = max(used, key=lambda each: each.num_shards), places[0].devices[0].platform
+        widest = max(used, key=lambda each: each.num_shards)
         warning = None
         if where.devices is None and where.mesh is None:
             warning = devices_warning(made, places, where.data_parallel, by_name=isinstance(order.schedule, str))
@@ -266,21 +336,22 @@ class Asked(NamedTuple):
             reduction=_reduction_of(loss.reduction),
             cuts=_cuts_of(order.cuts, num_stages),
             reduce_aux=check_reducers(loss.reduce_aux),
-            remat=policies_of(memory.remat, num_stages, platform),
+            remat=policies_of(memory.remat, num_stages, places[0].devices[0].platform),
             offload=offload_of(memory.remat, num_stages),
             cut_gradient=_boundaries_of(training.cut_gradient, num_stages),
             balance=_balance_of(order.balance, used),
-            loss_scale=check_loss_scale(training.loss_scale),
+            loss_scale=check_loss_scale(training.loss_scale, late=bool(training.delay)),
             shardings=_check_shardings(where.shardings, where.mesh, widest, known),
             shard=_shard_of(where.shard, is_loss=loss.is_loss),
-            shared=_paths_of("shared", loss.shared, "batch leaves for all microbatches", 'shared=("beta", "graph/*")'),
+            broadcast=_paths_of("broadcast", loss.broadcast, "batch leaves for all microbatches", 'broadcast=("beta", "graph/*")'),
             trains=None if training.trains is None else _paths_of("trains", training.trains, *_TRAINED, least=1),
             max_shapes=int(memory.max_shapes),
             hbm=memory.hbm,
-            fuse=_fuse_of(memory.fuse, platform),
+            fuse=memory.fuse,
             threads=_threads_of(order.threads),
             host=_host_of(memory.host, is_loss=loss.is_loss),
             delay=_delay_of(training.delay),
+            counts_microbatches=order.num_microbatches is None and loss.is_loss and isinstance(order.schedule, str),
             made_to_measure=auto,
             axes=axes_of(widest, where.mesh, known),
             by_list=where.mesh is None,
@@ -305,6 +376,8 @@ def _check_kinds(asked: Asked, function: object) -> None:
     where = "jaxpp.Pipeline / jaxpp.value_and_grad" if loss.is_loss else "jaxpp.Forward"
     check_counts(where, counts, ArgumentError)
     check_flags(where, has_aux=loss.has_aux, has_state=loss.has_state, allow_int=loss.allow_int)
+    if asked.memory.fuse is not None:
+        check_flags(f"fuse={asked.memory.fuse!r}", fuse=asked.memory.fuse)
     check_function("loss_fn", "the loss is a function of (params, batch[, key])", function)
     if loss.weight is not None and loss.weight != "auto":
         fix = 'pass a function such as lambda batch: batch["mask"].sum(), or "auto", or leave weight out'
@@ -322,11 +395,6 @@ def _check_together(options: Options) -> None:
     """Refuse options that cannot be had beside one another, or on these devices."""
     if any(each is not None for each in options.offload):
         _check_memories(options.devices, 'remat="offload"', 'remat="least" or remat="recompute"')
-    if options.delay:
-        rule = "steps follow one another on devices of one process that hold the parameters twice, and none is skipped"
-        wrong = {"devices of several processes": options.by_processes, f"host={options.host!r}": options.host is not None}
-        wrong |= {"a loss scale, which a step may skip": options.loss_scale is not None}
-        _refuse_beside(f"delay={options.delay}", rule, wrong, "leave delay or these out")
 
 
 def _check_memories(devices: Sequence[Device], where: str, instead: str) -> None:
@@ -341,6 +409,9 @@ def _host_of(host: str | None, *, is_loss: bool) -> str | None:
     if host == "optimizer" and not is_loss:
         rule, fix = "forwards have parameters, and no optimizer", 'pass host="params", or leave it out'
         raise ArgumentError(f"host={host!r}", rule, "a jaxpp.Forward", fix)
+    if host in ("activations", "residuals"):
+        rule, fix = "it says what of the state waits in host memory", 'pass remat="offload"'
+        raise ArgumentError(f"host={host!r}", rule, f"{host!r}, which are no part of it", fix)
     if host is not None and host not in WAITING:
         rule = f"what can wait in host memory is {' or '.join(map(repr, WAITING))}"
         fix = 'pass host="optimizer", or host="params" for these, their gradients and the optimizer, or leave it out'
@@ -353,11 +424,6 @@ def _delay_of(delay: int) -> int:
         rule = "gradients are of the parameters that a step finds (0), or of those before the last step (1)"
         raise ArgumentError(f"delay={shown(delay)}", rule, shown(delay), "pass delay=1, or leave it out")
     return delay
-
-
-def _refuse_beside(where: str, rule: str, wrong: Mapping[str, bool], fix: str) -> None:
-    if got := [what for what, is_there in wrong.items() if is_there]:
-        raise ArgumentError(where, rule, got, fix)
 
 
 def _reduction_of(reduction: str) -> str:
@@ -386,14 +452,10 @@ def _threads_of(threads: object) -> str:
     return str(threads)
 
 
-def _fuse_of(fuse: object, platform: str) -> bool:
-    if fuse is None:
-        return platform != "cpu"
-    check_flags(f"fuse={fuse!r}", fuse=fuse)
-    return bool(fuse)
-
-
 def _check_shardings(shardings: Tree, mesh: Mesh | None, widest: Place, axes: AxisMap) -> Tree:
+    if isinstance(shardings, str) and shardings in SHARDS:
+        rule, fix = "it says how single parameters are sharded inside their stage", f"pass shard={shardings!r}"
+        raise ArgumentError("shardings", rule, f"{shardings!r}, what replicas may divide between them", fix)
     there = {axis for axis, names in axes.items() if mesh is not None and not set(names).isdisjoint(mesh.axis_names)}
     there |= {axis for axis, size in widest.axis_sizes.items() if size > 1}
     if shardings is None or MODEL in there or (DATA in there and not _names_model(shardings, axes[MODEL])):
@@ -419,7 +481,10 @@ def _shard_of(shard: object, *, is_loss: bool) -> frozenset[str]:
     able, asked = SHARDS if is_loss else SHARDS[-1:], () if shard is None else _listed(shard)
     if wrong := [shown(what) for what in asked if what not in able]:
         rule = f"replicas of a stage can divide between them {', '.join(map(repr, able))}"
-        raise ArgumentError("shard", rule, wrong, f"pass shard={able[0]!r}, for example, or leave it out")
+        fix = f"pass shard={able[0]!r}, for example, or leave it out"
+        if isinstance(shard, Mapping) or any(isinstance(what, PartitionSpec) for what in asked):
+            fix = "pass rules for single parameters as shardings, which says how they are sharded inside their stage"
+        raise ArgumentError("shard", rule, wrong, fix)
     return frozenset(map(str, asked))
 
 

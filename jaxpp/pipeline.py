@@ -21,14 +21,14 @@ from jaxpp.errors import ArgumentError, CutError, StateError
 from jaxpp.errors.checks import check_flags, check_function, check_optimizer, refuse_tracers
 from jaxpp.errors.tracebacks import entries
 from jaxpp.forward.forward import Forward, Lend, Setup
+from jaxpp.lowering.builder import Name
+from jaxpp.lowering.step import Leaves
 from jaxpp.observe.collectives import Collectives, collectives_of
 from jaxpp.observe.dead_stages import Detector
 from jaxpp.observe.memory.forecast import parse_bytes
 from jaxpp.observe.profile.record import Flowing, Steps, Work
 from jaxpp.observe.profile.trace import STEP
 from jaxpp.options import Asked, Loss, Memory, Order, Training, Where
-from jaxpp.plan.builder import Name
-from jaxpp.plan.step import Leaves
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.processes.channel import agreement
 from jaxpp.schedule.base import Schedule
@@ -50,7 +50,7 @@ class TrainingSetup(Setup):
     """What the first shapes decide of a pipeline."""
 
     runner: Runner  # runs steps on the engine, with the sets of a bank or without
-    detector: Detector  # looks for stages that learn nothing
+    detector: Detector  # looks for stages that learn nothing, and for losses that are NaN
 
 
 @dataclass(eq=False)
@@ -80,19 +80,32 @@ class Pipeline(Forward):
     runs the schedule and the optimizer. Results match single-device gradient accumulation for any number of stages, any schedule
     and any cut points; ``verify`` checks that.
 
+    Most pipelines need the first six parameters. The others stand in groups:
+
+    - the loss and its batch: ``has_state``, ``reduce_aux``, ``weight``, ``reduction``, ``broadcast``;
+    - where it is cut: ``cuts``, ``balance``;
+    - devices and meshes: ``devices``, ``mesh``, ``data_parallel``, ``shardings``, ``shard``, ``axes``;
+    - memory: ``remat``, ``hbm``, ``host``;
+    - how it is trained: ``trains``, ``loss_scale``, ``bank``, ``delay``;
+    - rarely needed: ``fuse``, ``threads``, ``max_shapes``, ``cut_gradient``.
+
     Args:
         loss_fn: ``loss_fn(params, batch[, key]) -> loss``, or ``(loss, aux)`` with ``has_aux``; with ``has_state``
             ``loss_fn(params, model_state, batch[, key]) -> (loss, (new_model_state, aux))``. The key may be a keyword-only argument
-            whose name contains ``key``, ``rng`` or ``rngs`` (``*, dropout_rng``).
+            whose name contains ``key``, ``rng`` or ``rngs`` (``*, dropout_rng``). Inputs and labels are one batch, ``(x, y)``.
         optimizer: any optax transformation that treats parameters one by one, or combines them through norms and other scalars.
         num_stages: how many stages to cut the loss into: the number of ranks times the stages on each rank.
-        num_microbatches: how many parts the batch is split into along axis 0. Default: ``num_stages``.
+        num_microbatches: how many parts the batch is split into along axis 0. Default: ``num_stages``, with which any
+            batch of that many examples can be split; ``init`` then prints for how long devices idle, and for how much less with two
+            and four times as many.
         schedule: a name for ``jaxpp.schedule.make``, or a ``Schedule``. Schedules with two stages on each rank (interleaved,
             looped-bfs and the V-shaped ones) run on half as many devices as there are stages. ``"auto"`` makes one for the stages
             of this pipeline when they are known: as many ranks as there are devices for (a divisor of ``num_stages``), and on no
             rank more residuals than the fullest rank of 1f1b might hold. What stages and transfers take is estimated,
             or, with ``balance="time"``, measured. Backwards may be split, so the last bits of gradients may differ.
         has_aux: whether the loss returns ``(loss, aux)``.
+        has_state: whether the loss has a model state (BatchNorm's running statistics, counters): a tree of arrays that each
+            microbatch passes to the next, in order, without a gradient. Replicas have their own, and their mean after a step.
         reduce_aux: how the aux values of the microbatches become the aux of the step: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``,
             ``"last"``, ``"join"``, ``"stack"``, a function of ``(values, weights)`` with the microbatches along their first axis,
             or a dictionary of these by path, ``{"errors": "sum"}``. Default: what they are of the whole batch; rows of examples are
@@ -102,28 +115,16 @@ class Pipeline(Forward):
             the first batch of a shape is refused, later ones have a loss of NaN, because looking at each would stall the pipeline.
         reduction: what the loss of a step is of the losses of its microbatches: their ``"mean"``, or their ``"sum"``, for a loss
             that is a sum over its examples.
+        broadcast: batch leaves that every microbatch (and replica) gets whole instead of split, by path or pattern of paths:
+            ``("graph/*", "positions")``. Leaves without an axis (numbers) are never split.
         cuts: module paths or parameter prefixes at which stages 1, 2, ... begin. Default: jaxpp balances the stages.
-        devices: one for each rank. If there are fewer than ranks, they are reused round-robin. Default: ``jax.devices()``. A list
-            in place of a device is a rank of all its devices, which share the parameters of its stages as ``shardings`` says; with
-            ``devices=[d0, d1, [d2, d3]]`` the last rank is twice as wide as the others, and gets about twice the work.
-        remat: what a stage's forward keeps for its backward. ``"least"``: as few bytes as possible without repeating a matrix
-            product, a convolution, a loop or a random number; cheap elementwise arithmetic is recomputed, but not, on accelerators,
-            what a matrix product of the backward reads: it would be written to memory once more. ``"keep"``: everything.
-            ``"recompute"``: only the stage's inputs; the forward runs twice. A number above 0.0 and at most 1.0: a share of
-            what ``"least"`` keeps beyond the fewest bytes that can be reached by repeating products and convolutions; those are
-            repeated that free the most bytes for a FLOP. A policy of ``jax.checkpoint_policies``: what the
-            policy says. ``"offload"``: as ``"least"``, and what is kept waits in host memory until its backward is near; see
-            ``jaxpp.Offload``, which may be passed too. One value, or a list of one for each stage. I keeps for W by this rule too.
-        cut_gradient: boundaries that carry no gradient, for teaching; boundary s lies between stages s and s + 1. The stages before
-            such a boundary learn nothing, except parameters that a later stage uses too.
-        has_state: whether the loss has a model state (BatchNorm's running statistics, counters): a tree of arrays that each
-            microbatch passes to the next, in order, without a gradient. Replicas have their own, and their mean after a step.
         balance: by what the loss is cut: ``"cost"``, for the shortest step of this schedule, where forward and backward of each
             equation take what its FLOPs and bytes take at the rates of the devices; ``"flops"``, for equal FLOPs of the forward;
             ``"time"``, as ``"cost"``, but with times measured on zeros, after which the loss is cut again; or ``"memory"``, where
             the peaks of the devices are equal, as far as shapes tell.
-        loss_scale: Flax's ``DynamicScale``, for losses computed in float16. Backwards start from its scale; if any gradient on any
-            stage is not finite, all stages skip the step and the scale is lowered. ``state.loss_scale`` holds the current scale.
+        devices: one for each rank. If there are fewer than ranks, they are reused round-robin. Default: ``jax.devices()``. A list
+            in place of a device is a rank of all its devices, which share the parameters of its stages as ``shardings`` says; with
+            ``devices=[d0, d1, [d2, d3]]`` the last rank is twice as wide as the others, and gets about twice the work.
         mesh: a mesh with the axes ``"pipe"`` (ranks), ``"data"`` (replicas) and ``"model"`` (shards of the parameters), instead of
             ``devices``; each rank is then a sub-mesh.
         data_parallel: the number of replicas, if there is no mesh. Each replica splits its part of the batch into
@@ -144,40 +145,55 @@ class Pipeline(Forward):
             "fsdp"), "model": "tensor"}``. It knows ``stage``, ``fsdp``, ``replica``, ``batch``, ``tensor``, ``pp``, ``dp``, ``tp``.
             With ``{"data": "batch"}`` a model whose ``nn.BatchNorm`` has ``axis_name="batch"`` normalises over the examples of all
             replicas.
-        bank: parameter sets of tasks, theta[t]. The loss is then ``loss_fn(params, task_params, batch[, key])``, every step names
-            its ``task`` (or one for each replica), and the state holds Theta alone. The bank's optimizer updates each theta[t].
-        shared: batch leaves that every microbatch (and replica) gets whole instead of split, by path or pattern of paths:
-            ``("graph/*", "positions")``. Leaves without an axis (numbers) are never split.
-        trains: the parameters that a step changes, by path or pattern of paths: ``"generator"``, ``("*/lora_a", "*/lora_b")``.
-            The others keep their values, and what the optimizer holds for them stays as it is; nothing is computed for their
-            gradients. ``other`` makes the pipeline that trains them. The optimizer holds what it does for each apart, as that of
-            ``optax.multi_transform`` does. Default: all.
-        max_shapes: for how many batch shapes the compiled steps are kept; the least recently used shape is dropped, and compiled
-            again if it returns. A shape evaluated with another loss counts once more.
+        remat: what a stage's forward keeps for its backward. ``"least"``: as few bytes as possible without repeating a matrix
+            product, a convolution, a loop or a random number; cheap elementwise arithmetic is recomputed, but not, on accelerators,
+            what a matrix product of the backward reads: it would be written to memory once more. ``"keep"``: everything.
+            ``"recompute"``: only the stage's inputs; the forward runs twice. A number above 0.0 and at most 1.0: a share of
+            what ``"least"`` keeps beyond the fewest bytes that can be reached by repeating products and convolutions; those are
+            repeated that free the most bytes for a FLOP. A policy of ``jax.checkpoint_policies``: what the
+            policy says. ``"offload"``: as ``"least"``, and what is kept waits in host memory until its backward is near; see
+            ``jaxpp.Offload``, which may be passed too. One value, or a list of one for each stage. I keeps for W by this rule too.
         hbm: bytes that each device has: ``"24GiB"``, or a number. If the step does not fit when ``init`` first sees shapes, stages
             offload residuals, keep a share of them or recompute them, where that costs least by measurement and on the virtual
             clock. If that is not enough, the optimizer's state and then the parameters wait in host memory (``host``). A printed
             line says what was chosen and what it costs, and so do ``pipe.stages`` and the ``FitError`` that is raised if nothing
             fits. With a ``remat`` other than the default, or parameters sharded over ``"model"``, ``host`` alone is chosen.
-        fuse: whether the last stage's forward and backward are compiled as one program, if the schedule runs the backward of each
-            microbatch right behind its forward there (``"naive"``, ``"1f1b"``, ``"eager-1f1b"`` and ``"interleaved"`` do). That
-            program writes no residual of the size of the logits, and it rounds in its own way: with the same cuts, schedules that
-            fuse have the same bits as one another, and ``"gpipe"``, which cannot, has those of ``fuse=False``. Default: on
-            accelerators, not on CPUs.
         host: what waits in pinned host memory while no stage works with it: ``"optimizer"``, its state, which visits the device for
             the update; or ``"params"``, parameters, gradients and the optimizer's state, of which a device then holds those of the
             stage that works, and the next one's parameters. A rank needs many stages for that, as
             ``jaxpp.schedule.make("looped-bfs", stages_per_rank=8, ...)`` gives it. Results are the same bit by bit; on a GPU with
             ``"params"`` up to rounding, as the gradients of the first microbatch are of a program of their own there.
+            With ``delay=1`` the optimizer's state alone can wait.
+        trains: the parameters that a step changes, by path or pattern of paths: ``"generator"``, ``("*/lora_a", "*/lora_b")``.
+            The others keep their values, and what the optimizer holds for them stays as it is; nothing is computed for their
+            gradients. ``other`` makes the pipeline that trains them. The optimizer holds what it does for each apart, as that of
+            ``optax.multi_transform`` does. Default: all.
+        loss_scale: Flax's ``DynamicScale``, for losses computed in float16. Backwards start from its scale; if any gradient on any
+            stage is not finite, all stages skip the step and the scale is lowered. ``state.loss_scale`` holds the current scale.
+            With ``delay=1``, backwards start from ``state.previous_scale``, the scale before the last step, as their parameters are
+            those before it, and gradients are divided by that; each step that is not finite lowers the newest scale once, so of two
+            in a row the second may have begun with the scale of the first.
+        bank: parameter sets of tasks, theta[t]. The loss is then ``loss_fn(params, task_params, batch[, key])``, every step names
+            its ``task`` (or one for each replica), and the state holds Theta alone. The bank's optimizer updates each theta[t].
         delay: with 1, no stage waits for the optimizer: the gradients of a step are of the parameters before the last step, which
             ``state.previous`` holds too, and the next step's forwards run between the last backwards of a step. It computes
             what this loop does, on one device: ``grads = jax.grad(loss_fn)(before, batch); updates, opt_state =
             optimizer.update(grads, opt_state, params); before, params = params, optax.apply_updates(params, updates)``. Training
             differs from that with 0, so compare the losses. See ``flush``, and ``jaxpp.schedule.flow`` for the order.
+        fuse: whether the last stage's forward and backward are compiled as one program, if the schedule runs the backward of each
+            microbatch right behind its forward there (``"naive"``, ``"1f1b"``, ``"eager-1f1b"`` and ``"interleaved"`` do). That
+            program writes no residual of the size of the logits, and it rounds in its own way: with the same cuts, schedules that
+            fuse have the same bits as one another, and ``"gpipe"``, which cannot, has those of ``fuse=False``. Default: on
+            accelerators, not on CPUs.
         threads: which threads of the host hand programs to the devices: ``"one"``; a thread for each of the ``"ranks"``, so that no
             device waits while the host serves another; or ``"auto"``, which is a thread for each rank on GPUs, and one on CPU
             devices, which work through what they are handed by themselves. The results have the same bits. One thread does it where
-            a loss or an optimizer calls Python, with ``jax_debug_nans``, and where several processes share a pipeline.
+            a loss or an optimizer calls Python, with ``jax_debug_nans``, where several processes share a pipeline, and in a
+            generation with ``host="params"``.
+        max_shapes: for how many batch shapes the compiled steps are kept; the least recently used shape is dropped, and compiled
+            again if it returns. A shape evaluated with another loss counts once more.
+        cut_gradient: boundaries that carry no gradient, for teaching; boundary s lies between stages s and s + 1. The stages before
+            such a boundary learn nothing, except parameters that a later stage uses too.
 
     Raises:
         MicrobatchWarning: when ``init`` sees a loss that is no mean over the examples, with what to pass so that it is exact.
@@ -214,34 +230,34 @@ class Pipeline(Forward):
         num_microbatches: int | None = None,
         schedule: str | Schedule = "1f1b",
         has_aux: bool = False,
+        has_state: bool = False,
         reduce_aux: ReduceAux = None,
         weight: Callable[[Batch], ArrayLike] | str | None = None,
         reduction: str = "mean",
+        broadcast: str | Sequence[str] = (),
         cuts: Sequence[str] | None = None,
-        devices: Sequence[Device] | None = None,
-        remat: Remat | Sequence[Remat] = "least",
-        cut_gradient: Iterable[int] = (),
-        has_state: bool = False,
         balance: str = "cost",
-        loss_scale: Tree = None,
+        devices: Sequence[Device] | None = None,
         mesh: Mesh | None = None,
         data_parallel: int = 1,
         shardings: Tree = None,
         shard: str | Sequence[str] | None = None,
         axes: Mapping[str, str | Sequence[str]] | None = None,
-        bank: Bank | None = None,
-        shared: str | Sequence[str] = (),
-        trains: str | Sequence[str] | None = None,
-        max_shapes: int = 8,
+        remat: Remat | Sequence[Remat] = "least",
         hbm: float | str | None = None,
-        fuse: bool | None = None,
         host: str | None = None,
+        trains: str | Sequence[str] | None = None,
+        loss_scale: Tree = None,
+        bank: Bank | None = None,
         delay: int = 0,
+        fuse: bool | None = None,
         threads: str = "auto",
+        max_shapes: int = 8,
+        cut_gradient: Iterable[int] = (),
     ):
         asked = Asked(
             Order(num_stages, num_microbatches, schedule=schedule, cuts=cuts, balance=balance, threads=threads),
-            Loss(has_aux, has_state, reduce_aux=reduce_aux, weight=weight, reduction=reduction, shared=shared),
+            Loss(has_aux, has_state, reduce_aux=reduce_aux, weight=weight, reduction=reduction, broadcast=broadcast),
             Training(trains=trains, cut_gradient=cut_gradient, loss_scale=loss_scale, delay=delay),
             Where(devices, mesh, data_parallel=data_parallel, axes=axes, shardings=shardings, shard=shard),
             Memory(remat, hbm=None if hbm is None else parse_bytes(hbm), host=host, fuse=fuse, max_shapes=max_shapes),
@@ -263,7 +279,6 @@ class Pipeline(Forward):
         if bank is not None:
             check_scaling(options)
             for name, value, rule in (
-                ("host", options.host, "the sets of a bank wait in host memory by themselves, and the state beside them does not"),
                 ("delay", options.delay or None, "the set of a task is of one step, and has no parameters before it"),
                 ("trains", asked.training.trains, "a step with a bank trains Theta and the set of its task"),
             ):
@@ -292,7 +307,7 @@ class Pipeline(Forward):
         shard: str | Sequence[str] | None = None,
         axes: Mapping[str, str | Sequence[str]] | None = None,
         remat: Remat | Sequence[Remat] = "least",
-        shared: str | Sequence[str] = (),
+        broadcast: str | Sequence[str] = (),
         hbm: float | str | None = None,
         fuse: bool | None = None,
         host: str | None = None,
@@ -302,7 +317,7 @@ class Pipeline(Forward):
         """A pipeline from explicit stage functions, for teaching and debugging.
 
         ``stages`` has one function ``stage_k(params_k, x) -> x`` for each stage; their widths may differ. ``loss(output, targets)``
-        runs on the last stage. All else is as for ``Pipeline``; ``shared`` calls the inputs ``"0"`` and the targets ``"1"``.
+        runs on the last stage. All else is as for ``Pipeline``; ``broadcast`` calls the inputs ``"0"`` and the targets ``"1"``.
 
         Returns:
             a pipeline whose parameters are a sequence with one tree for each stage, and whose batch is ``(inputs, targets)``.
@@ -318,7 +333,7 @@ class Pipeline(Forward):
             cuts=cuts,
             weight=weight,
             reduction=reduction,
-            shared=shared,
+            broadcast=broadcast,
             delay=delay,
             devices=devices,
             mesh=mesh,
@@ -344,7 +359,7 @@ class Pipeline(Forward):
         reduce_aux: ReduceAux = None,
         weight: Callable[[Batch], ArrayLike] | str | None = None,
         reduction: str = "mean",
-        shared: str | Sequence[str] = (),
+        broadcast: str | Sequence[str] = (),
         num_microbatches: int | None = None,
         schedule: str | Schedule | None = None,
         remat: Remat | Sequence[Remat] | None = None,
@@ -375,7 +390,7 @@ class Pipeline(Forward):
             reduce_aux: as for ``Pipeline``.
             weight: as for ``Pipeline``.
             reduction: as for ``Pipeline``.
-            shared: as for ``Pipeline``.
+            broadcast: as for ``Pipeline``.
             num_microbatches: as for ``Pipeline``. Default: that of this pipeline, as for the next two and all other options.
             schedule: as for ``Pipeline``.
             remat: as for ``Pipeline``.
@@ -390,11 +405,11 @@ class Pipeline(Forward):
             rule, fix = "losses that take turns find the parameters of one step", "make the first pipeline without delay"
             raise ArgumentError("pipe.other", rule, f"a pipeline with delay={self._options.delay}", fix)
         first, asked = self._first or self, self._written
-        count = asked.order.num_microbatches if num_microbatches is None else num_microbatches
+        count = self._options.schedule.num_microbatches if num_microbatches is None else num_microbatches
         order = asked.order.schedule if schedule is None else schedule
         own = Asked(
             replace(asked.order, num_microbatches=count, schedule=order, cuts=None),
-            Loss(has_aux, asked.loss.has_state, reduce_aux=reduce_aux, weight=weight, reduction=reduction, shared=shared),
+            Loss(has_aux, asked.loss.has_state, reduce_aux=reduce_aux, weight=weight, reduction=reduction, broadcast=broadcast),
             replace(asked.training, trains=trains, cut_gradient=()),
             asked.where,
             replace(asked.memory, remat=asked.memory.remat if remat is None else remat),
@@ -469,7 +484,8 @@ class Pipeline(Forward):
             init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair. A function that needs inputs
                 too, as a Flax model's ``init`` does, gets the items of the batch that have the names of these arguments
                 (``batch["x"]`` for ``__call__(self, x)``), or the batch if it is one array.
-            *args: ``key, batch`` or ``batch``; of the batch only the shapes are used, unless ``init_fn`` needs inputs.
+            *args: ``key, batch`` or ``batch``; of the batch only the shapes are used, unless ``init_fn`` needs inputs. The loss
+                takes it as one argument, inputs and labels together: ``init(params, (x, y))``, not ``init(params, x, y)``.
 
         Raises:
             ArgumentError: other arguments, or in another order.
@@ -546,6 +562,7 @@ class Pipeline(Forward):
 
         Warns:
             DeadStageWarning: the gradients of a stage were zero in several earlier steps; names the boundary that carries none.
+            NanLossWarning: the loss of an earlier step was NaN; names the first. Nothing waits for it, so it comes steps later.
         """
         setup = self._opened("step")
         refuse_tracers("pipe.step(state, batch, key)", batch, key)
@@ -571,7 +588,7 @@ class Pipeline(Forward):
                     raise
                 new_leaves = outcome.state if donate else setup.engine.distinct(outcome.state)
                 self._newest.state = new = setup.states.wrap(new_leaves, num_steps + 1)
-            setup.detector.add(outcome.squares)
+            setup.detector.add(num_steps + 1, outcome.loss, outcome.squares)
         squares = dict(zip(setup.engine.watched, outcome.squares, strict=True))
         return new, Metrics(outcome.loss, outcome.aux, outcome.grad_norm, outcome.finite, num_steps + 1, squares)
 
@@ -580,10 +597,11 @@ class Pipeline(Forward):
         watched = setup.engine.watched
 
         def read(outcome: Outcome[Array]) -> dict[str, Tree]:
-            return {"grad_norm": outcome.grad_norm, "squares": dict(zip(watched, outcome.squares, strict=True))}
+            squares = dict(zip(watched, outcome.squares, strict=True))
+            return {"grad_norm": outcome.grad_norm, "finite": outcome.finite, "squares": squares}
 
         report = Rest(tail, read, at_once=True)
-        tail.then.append(lambda outcome: setup.detector.add(outcome.squares))
+        tail.then.append(lambda outcome: setup.detector.add(num_steps, outcome.loss, outcome.squares))
         new = setup.states.after(tail, num_steps)
         self._newest.begin(new, tail)
         return new, left_to(report, Metrics(tail.first.loss, tail.first.aux, step=num_steps))

@@ -60,6 +60,32 @@ def table_lines(rows: Sequence[Sequence[str]], *, keep: int = 1, left: bool = Fa
     return lines
 
 
+def whole_rows(rows: Sequence[Sequence[str]], *, width: int | None = None) -> list[str]:
+    r"""The lines of a table whose rows stay whole: what has no room beside the first columns stands below them, with its names.
+
+    Cells are flush left.
+
+    Example:
+        >>> rows = [["stage", "params", "sends"], ["0", "33,024", "f32[4,128] to 1"]]
+        >>> print("\n".join(whole_rows(rows)))
+        stage  params  sends
+        0      33,024  f32[4,128] to 1
+        >>> print("\n".join(whole_rows(rows, width=28)))
+        stage  params
+        0      33,024
+               sends f32[4,128] to 1
+    """
+    room = width or terminal_columns()
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    beside = len(next(_blocks(widths, 1, room)))
+    head, *body = table_lines([row[:beside] for row in rows], left=True, width=room)
+    indent, found = " " * (widths[0] + _GAP), [head]
+    for line, row in zip(body, rows[1:], strict=True):
+        rest = "; ".join(f"{name} {cell}" for name, cell in zip(rows[0][beside:], row[beside:], strict=True))
+        found += [line, *_wrapped(printable(rest), room, indent, indent)]
+    return found
+
+
 def _blocks(widths: Sequence[int], keep: int, room: int) -> Iterator[list[int]]:
     """The numbers of the columns that stand beside one another: the first ones, and as many others as there is room for."""
     first = list(range(keep))
@@ -77,9 +103,13 @@ def fold_lines(lines: Iterable[str], width: int | None = None) -> list[str]:
     room = width or terminal_columns()
     found = []
     for line in map(printable, lines):
-        wrapped = textwrap.wrap(line, room, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-        found += [line] if len(line) <= room else wrapped
+        found += [line] if len(line) <= room else _wrapped(line, room, "", "  ")
     return found
+
+
+def _wrapped(text: str, room: int, first: str, others: str) -> list[str]:
+    """A sentence in lines, folded between words, and what the first and the other lines begin with."""
+    return textwrap.wrap(text, room, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False)
 
 
 def html_table(rows: Sequence[Sequence[str]], *, left: bool = False) -> str:

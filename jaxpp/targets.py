@@ -1,11 +1,11 @@
 """GPUs by their numbers, and devices that stand for them where there are none.
 
 Programs for a GPU can be compiled on any machine: XLA asks the GPU for nothing but numbers (cores, shared memory, caches, ...). A
-``Target`` has the numbers of one GPU: those that XLA asks for, from which ``target`` makes devices that only compile, and those
+``GPU`` has the numbers of one GPU: those that XLA asks for, from which ``target`` makes devices that only compile, and those
 that say how long a step takes: arithmetic by type, memory, and links.
 
 All rates are the makers' peaks: dense (many data sheets print those of sparse matrices, twice as high), at the highest clock,
-and of a link in one direction. ``Target.source`` says where a number comes from, and which are assumptions.
+and of a link in one direction. ``GPU.source`` says where a number comes from, and which are assumptions.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -29,13 +30,14 @@ from jaxpp.tables import table_lines
 from jaxpp.types import Device
 
 __all__ = [
+    "GPU",
     "TARGETS",
     "Chip",
     "LinkRates",
     "Peaks",
-    "Target",
     "compiles_only",
     "device_name",
+    "gpu_named",
     "refuse_compile_only",
     "stand_ins",
     "target",
@@ -85,8 +87,8 @@ class Chip:
 
 
 @dataclass(frozen=True)
-class Target:
-    """One GPU by its numbers.
+class GPU:
+    """One GPU by its numbers; ``GPU.like`` describes another one by what differs.
 
     Attributes:
         name: how ``target`` calls it.
@@ -109,7 +111,7 @@ class Target:
     peaks: Peaks
     links: LinkRates
     chip: Chip
-    sources: Mapping[str, str] = field(repr=False, compare=False)
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     aliases: tuple[str, ...] = field(default=(), repr=False)
 
     def source(self, number: str) -> str:
@@ -120,7 +122,50 @@ class Target:
             >>> target_of_name["h100"].source("links.network")
             'assumed: one 400 Gb/s network card for each GPU, as in a DGX H100'
         """
-        return self.sources.get(number) or self.sources[number.partition(".")[0]]
+        return self.sources.get(number) or self.sources.get(number.partition(".")[0], "said by whoever described this GPU")
+
+    @classmethod
+    def like(cls, known: "str | GPU", name: str, **numbers: Any) -> "GPU":
+        """A GPU that is like another one but for some numbers, for ``target(GPU.like(...), 8)``.
+
+        Peaks that are not given follow from those of the other one by the number of cores and their clock.
+
+        Args:
+            known: the name of the other one, as ``target`` takes it, or its numbers. Of the same generation, so that programs are
+                compiled for the same cores.
+            name: of the new one. Its devices are called and are of a kind by this name, unless ``shown`` and ``kind`` are given.
+            **numbers: what differs: ``memory`` and ``bandwidth``, and fields of ``Peaks``, ``LinkRates`` and ``Chip`` by their own
+                names, as they stand there: ``bfloat16=97e12``, ``peer=16e9``, ``cores=76``.
+
+        Returns:
+            the numbers of the new GPU.
+
+        Raises:
+            ArgumentError: the other one, or a number, is not known.
+
+        Example:
+            >>> card = GPU.like("rtx-4090", "RTX 4080", memory=15 << 30, bandwidth=717e9, cores=76, clock=2.505, l2=64 << 20)
+            >>> f"{card.peaks.bfloat16 / 1e12:.1f} TFLOP/s"
+            '97.5 TFLOP/s'
+        """
+        other = known if isinstance(known, GPU) else gpu_named(known)
+        groups = {part: {each.name for each in fields(getattr(other, part))} for part in ("peaks", "links", "chip")}
+        own = {each.name for each in fields(cls)} - {"name", *groups}
+        if wrong := sorted(set(numbers) - own.union(*groups.values())):
+            rule, fix = "what differs is a number of a GPU", f"pass some of {', '.join(sorted(own.union(*groups.values())))}"
+            raise ArgumentError(f"GPU.like({other.name!r}, {name!r}, ...)", rule, ", ".join(wrong), fix)
+        made = {part: {key: numbers[key] for key in names & set(numbers)} for part, names in groups.items()}
+        chip = replace(other.chip, **made["chip"])
+        faster = chip.cores * chip.lanes * chip.clock / (other.chip.cores * other.chip.lanes * other.chip.clock)
+        peaks = {each: rate and rate * faster for each, rate in vars(other.peaks).items()} | made["peaks"]
+        said = {each: numbers[each] for each in own & set(numbers)}
+        same = {f"{part}.{each}" for part in groups for each in groups[part] - set(numbers)} | own - set(numbers)
+        sources = {
+            each: f"that of {other.name}: {other.source(each)}" for each in same if not each.startswith("peaks") or faster == 1
+        }
+        links = replace(other.links, **made["links"])
+        given = {"shown": name.replace(" ", "-"), "kind": name, "aliases": (), "sources": sources} | said
+        return replace(other, name=name, peaks=Peaks(**peaks), links=links, chip=chip, **given)
 
     def spec(self) -> str:
         """The text from which XLA makes a device (a ``GpuTargetConfigProto``); it has the fewest fields that compiling needs.
@@ -156,21 +201,37 @@ class Target:
 
 _TERA = 1e12
 _GIGA = 1e9
-_PCIE_4, _PCIE_5 = 32 * _GIGA, 64 * _GIGA  # sixteen lanes, one direction
+_PCIE_3, _PCIE_4, _PCIE_5 = 16 * _GIGA, 32 * _GIGA, 64 * _GIGA  # sixteen lanes, one direction
 _DENSE = ", which prints the rates of sparse matrices: halved"
 _FULL_RATE = "no product of matrices in float32: the rate of elementwise work, as printed"
-_SIXTY_FOURTH = "one sixty-fourth of float32, as the Ada and Blackwell white papers say; no data sheet prints it"
+_SIXTY_FOURTH = "one sixty-fourth of float32, as the Ampere (GA102), Ada and Blackwell white papers say; no data sheet prints it"
+_SINGLE = "no such products on this GPU, for which XLA converts to float32: the rate of float32"
+_LIMITS = "the limits of a core are those of compute capability {} in CUDA's programming guide"
+_BRIDGE = "the NVLink bridge is sold apart and joins two cards only, so it is not counted"
+_PASSES = "PCIe Gen{} x16, {} GB/s in both directions; copies between two such cards pass the host's memory"
+_HALF = (
+    "half of the link: without access to one another, a card's link carries a copy to the host and another from it. "
+    "p2pBandwidthLatencyTest without peer access (NVIDIA/nccl issue 814) shows 30 of 64 GB/s in both directions together"
+)
 
 
 def _gib(number: float) -> int:
     return int(number * (1 << 30))
 
 
-def _peaks(bfloat16: float, tensorfloat32: float, float32: float, float64: float, float8: float | None, int8: float) -> Peaks:
-    """Peaks from TFLOP/s; float16 is as fast as bfloat16 on all GPUs here, and elementwise work as products in float32."""
+def _peaks(
+    bfloat16: float,
+    tensorfloat32: float,
+    float32: float,
+    float64: float,
+    float8: float | None,
+    int8: float,
+    float16: float | None = None,
+) -> Peaks:
+    """Peaks from TFLOP/s; float16 is as fast as bfloat16 unless given, and elementwise work as products in float32."""
     return Peaks(
         bfloat16=bfloat16 * _TERA,
-        float16=bfloat16 * _TERA,
+        float16=(float16 or bfloat16) * _TERA,
         tensorfloat32=tensorfloat32 * _TERA,
         float32=float32 * _TERA,
         float64=float64 * _TERA,
@@ -196,13 +257,12 @@ def _data_center(sheet: str, spec: str, nvlink: str, pcie: str, network: str, **
     return found | others
 
 
-def _card(sheet: str, memory: str, **others: str) -> dict[str, str]:
-    """The sources of a card that has no NVLink; of an Ada card, unless ``others`` says so."""
-    limits = "the limits of a core are those of compute capability 8.9 in CUDA's programming guide"
+def _card(sheet: str, printed: str, **others: str) -> dict[str, str]:
+    """The sources of a card that has no NVLink, and its memory as is ``printed``; of an Ada card, unless ``others`` says so."""
     found = {
-        "memory": f"{memory}, which PyTorch and other programs print on this GPU in public reports",
+        "memory": f"{printed}, which PyTorch and other programs print on this GPU in public reports",
         "bandwidth": sheet,
-        "chip": f"cores and clock: NVIDIA's, from which the printed float32 rate follows; {limits}",
+        "chip": f"cores and clock: NVIDIA's, from which the printed float32 rate follows; {_LIMITS.format(8.9)}",
         "chip.l2": "NVIDIA's Ada white paper",
         "peaks": sheet,
         "peaks.float32": f"{sheet}; {_FULL_RATE}",
@@ -222,14 +282,27 @@ _HOPPER = _peaks(989.4, 494.7, 66.9, 66.9, 1978.9, 1978.9)
 _HOPPER_LINKS = LinkRates(peer=450 * _GIGA, host=_PCIE_5, network=50 * _GIGA)
 _BOTH_HOPPER = "NVLink 900 GB/s in both directions", "PCIe Gen5 128 GB/s in both directions"
 _B200_LINKS = LinkRates(peer=900 * _GIGA, host=_PCIE_5, network=50 * _GIGA)
-_PCIE_4_CARD, _PCIE_5_CARD = (LinkRates(peer=rate, host=rate, network=12.5 * _GIGA) for rate in (_PCIE_4, _PCIE_5))
+_PCIE_3_CARD, _PCIE_4_CARD, _PCIE_5_CARD = (LinkRates(rate, rate, 12.5 * _GIGA) for rate in (_PCIE_3, _PCIE_4, _PCIE_5))
+_PCIE_4_ALONE, _PCIE_5_ALONE = (LinkRates(rate / 2, rate, 12.5 * _GIGA) for rate in (_PCIE_4, _PCIE_5))
 _A100_CHIP = Chip((8, 0), 108, 64, 1.41, 40 << 20, 2048, 167_936, 166_912)
 _B200_CHIP = Chip((10, 0), 148, 128, 1.965, 132_644_864, 2048, 233_472, 232_448)
+_GB200_CHIP = Chip((10, 0), 152, 128, 2.062, 135_528_448, 2048, 233_472, 232_448)
 _PRO_CHIP = Chip((12, 0), 188, 128, 2.6, 128 << 20, 1536, 131_072, 101_376)
+_5090_CHIP = Chip((12, 0), 170, 128, 2.407, 96 << 20, 1536, 131_072, 101_376)
+_T4_CHIP = Chip((7, 5), 40, 64, 1.59, 4 << 20, 1024, 65_536, 65_536)
+_V100 = _peaks(15.7, 15.7, 15.7, 7.8, None, 62.8, float16=125)
+_V100_LINKS = LinkRates(peer=150 * _GIGA, host=_PCIE_3, network=6.25 * _GIGA)
+_V100_CHIP = Chip((7, 0), 80, 64, 1.53, 6 << 20, 2048, 98_304, 98_304)
+_GH200_LINKS = LinkRates(peer=450 * _GIGA, host=450 * _GIGA, network=50 * _GIGA)
+_GB200_LINKS = LinkRates(peer=900 * _GIGA, host=225 * _GIGA, network=50 * _GIGA)
 
 
 def _hopper(cores: int, clock: float) -> Chip:
     return Chip((9, 0), cores, 128, clock, 50 << 20, 2048, 233_472, 232_448)
+
+
+def _ampere(cores: int, clock: float) -> Chip:
+    return Chip((8, 6), cores, 128, clock, 6 << 20, 1536, 102_400, 101_376)
 
 
 def _ada(cores: int, clock: float, l2_mib: int) -> Chip:
@@ -243,10 +316,19 @@ _NAMES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "h100": ("H100", "NVIDIA H100 80GB HBM3", ("h100-sxm", "h100-sxm5", "h100-80gb", "h100-sxm-80gb", "h100-80gb-sxm")),
     "h100-pcie": ("H100-PCIe", "NVIDIA H100 PCIe", ("h100-pcie-80gb", "h100-80gb-pcie")),
     "h200": ("H200", "NVIDIA H200", ("h200-sxm", "h200-141gb")),
+    "gh200": ("GH200", "NVIDIA GH200 480GB", ("gh200-96gb",)),
     "b200": ("B200", "NVIDIA B200", ("b200-sxm", "b200-180gb")),
+    "gb200": ("GB200", "NVIDIA GB200", ("gb200-nvl72", "gb200-nvl4")),
+    "v100-16gb": ("V100-16GB", "Tesla V100-SXM2-16GB", ("v100-sxm2-16gb", "v100-sxm-16gb")),
+    "v100-32gb": ("V100-32GB", "Tesla V100-SXM2-32GB", ("v100-sxm2-32gb", "v100-sxm-32gb")),
+    "t4": ("T4", "Tesla T4", ("tesla-t4", "t4-16gb")),
+    "a10g": ("A10G", "NVIDIA A10G", ("a10g-24gb",)),
     "l4": ("L4", "NVIDIA L4", ("l4-24gb",)),
     "l40s": ("L40S", "NVIDIA L40S", ("l40s-48gb",)),
+    "rtx-a6000": ("RTX-A6000", "NVIDIA RTX A6000", ("a6000", "rtx-a6000-48gb")),
+    "rtx-3090": ("RTX-3090", "NVIDIA GeForce RTX 3090", ("3090", "geforce-3090")),
     "rtx-4090": ("RTX-4090", "NVIDIA GeForce RTX 4090", ("4090", "geforce-4090")),
+    "rtx-5090": ("RTX-5090", "NVIDIA GeForce RTX 5090", ("5090", "geforce-5090")),
     "rtx-6000-ada": ("RTX-6000-Ada", "NVIDIA RTX 6000 Ada Generation", ("6000-ada", "rtx-6000-ada-48gb")),
     "rtx-pro-6000": (
         "RTX-PRO-6000",
@@ -262,10 +344,25 @@ _NUMBERS: Mapping[str, tuple[int, float, Peaks, LinkRates, Chip]] = {
     "h100": (84_942_979_072, 3_352_320_000_000, _HOPPER, _HOPPER_LINKS, _hopper(132, 1.98)),
     "h100-pcie": (84_942_979_072, 2_039_040_000_000, _peaks(756, 378, 51.2, 51.2, 1513, 1513), _PCIE_5_CARD, _hopper(114, 1.755)),
     "h200": (_gib(139.81), 4_800_000_000_000, _HOPPER, _HOPPER_LINKS, _hopper(132, 1.98)),
+    "gh200": (_gib(94.88), 4_000 * _GIGA, _HOPPER, _GH200_LINKS, _hopper(132, 1.98)),
+    "gb200": (197_897_748_480, 7_928_064_000_000, _peaks(2500, 1250, 80, 40, 5000, 5000), _GB200_LINKS, _GB200_CHIP),
+    "v100-16gb": (16_935_682_048, 898_048_000_000, _V100, _V100_LINKS, _V100_CHIP),
+    "v100-32gb": (_gib(31.74), 898_048_000_000, _V100, _V100_LINKS, _V100_CHIP),
+    "t4": (_gib(14.75), 320 * _GIGA, _peaks(8.1, 8.1, 8.1, 8.1 / 32, None, 130, float16=65), _PCIE_3_CARD, _T4_CHIP),
+    "a10g": (_gib(22.19), 600 * _GIGA, _peaks(70, 35, 35, 35 / 64, None, 140), _PCIE_4_CARD, _ampere(80, 1.71)),
+    "rtx-a6000": (
+        51_041_271_808,
+        768_096_000_000,
+        _peaks(154.8, 77.4, 38.7, 38.7 / 64, None, 309.7),
+        _PCIE_4_CARD,
+        _ampere(84, 1.8),
+    ),
+    "rtx-3090": (_gib(23.69), 936.2 * _GIGA, _peaks(71, 35.6, 35.6, 35.6 / 64, None, 284), _PCIE_4_ALONE, _ampere(82, 1.695)),
+    "rtx-5090": (_gib(31.36), 1792 * _GIGA, _peaks(209.5, 104.8, 104.8, 104.8 / 64, 419, 838), _PCIE_5_ALONE, _5090_CHIP),
     "b200": (191_514_411_008, 7_672_320_000_000, _peaks(2250, 1125, 75, 37, 4500, 4500), _B200_LINKS, _B200_CHIP),
     "l4": (_gib(22.03), 300 * _GIGA, _peaks(121, 60, 30.3, 30.3 / 64, 242.5, 242.5), _PCIE_4_CARD, _ada(58, 2.04, 48)),
     "l40s": (_gib(44.42), 864 * _GIGA, _peaks(362.05, 183, 91.6, 91.6 / 64, 733, 733), _PCIE_4_CARD, _ada(142, 2.52, 96)),
-    "rtx-4090": (_gib(23.64), 1008 * _GIGA, _peaks(165.2, 82.6, 82.6, 82.6 / 64, 330.3, 660.6), _PCIE_4_CARD, _ada(128, 2.52, 72)),
+    "rtx-4090": (_gib(23.64), 1008 * _GIGA, _peaks(165.2, 82.6, 82.6, 82.6 / 64, 330.3, 660.6), _PCIE_4_ALONE, _ada(128, 2.52, 72)),
     "rtx-6000-ada": (
         _gib(47.5),
         960 * _GIGA,
@@ -276,7 +373,79 @@ _NUMBERS: Mapping[str, tuple[int, float, Peaks, LinkRates, Chip]] = {
     "rtx-pro-6000": (_gib(94.97), 1_792_000_000_000, _peaks(503.8, 251.9, 125, 125 / 64, 1007.6, 1007.6), _PCIE_5_CARD, _PRO_CHIP),
 }
 
+_V100_SHEET = "NVIDIA's V100 data sheet (SXM2)"
+_V100_SOURCES = _data_center(
+    _V100_SHEET,
+    "v100",
+    "NVLink 300 GB/s in both directions",
+    "PCIe Gen3 32 GB/s in both directions",
+    "assumed: one 100 Gb/s network card for two GPUs, as in a DGX-1",
+    **{
+        "peaks.bfloat16": _SINGLE,
+        "peaks.tensorfloat32": _SINGLE,
+        "peaks.int8": "four times that of float32, by instructions on four bytes; there are no such products of matrices",
+    },
+)
+
 _SOURCES: Mapping[str, Mapping[str, str]] = {
+    "v100-16gb": _V100_SOURCES,
+    "v100-32gb": _V100_SOURCES | {"memory": "31.74 GiB, which PyTorch prints on this GPU in public reports"},
+    "t4": _card(
+        "NVIDIA's T4 data sheet",
+        "14.75 GiB",
+        bandwidth="NVIDIA's T4 data sheet, which prints 320+ GB/s",
+        chip=f"NVIDIA's Turing white paper; {_LIMITS.format(7.5)}",
+        links="PCIe Gen3 x16, 32 GB/s in both directions; there is no NVLink",
+        **{
+            "chip.l2": "NVIDIA's Turing white paper",
+            "peaks.bfloat16": _SINGLE,
+            "peaks.tensorfloat32": _SINGLE,
+            "peaks.float64": "one thirty-second of float32, as the Turing white paper says",
+        },
+    ),
+    "a10g": _card(
+        "NVIDIA's A10G data sheet (of AWS's G5 instances), whose rates are dense",
+        "22.19 GiB",
+        chip=f"80 cores and 1.71 GHz, which CUDA prints on this GPU and the float32 rate follows from; {_LIMITS.format(8.6)}",
+        **{"chip.l2": "NVIDIA's Ampere GA102 white paper"},
+    ),
+    "rtx-a6000": _card(
+        "NVIDIA's RTX A6000 data sheet, which prints 309.7 for sparse products and 38.7 for float32; the other types follow",
+        _xla("a6000"),
+        **dict.fromkeys(("memory", "bandwidth", "chip", "chip.l2"), _xla("a6000")),
+        links=f"PCIe Gen4 x16, 64 GB/s in both directions; {_BRIDGE}",
+    ),
+    "rtx-3090": _card(
+        "NVIDIA's Ampere GA102 white paper, with sums in float32",
+        "23.69 GiB",
+        chip=f"NVIDIA's Ampere GA102 white paper; {_LIMITS.format(8.6)}",
+        links=f"{_PASSES.format(4, 64)}; {_BRIDGE}",
+        **{"chip.l2": "NVIDIA's Ampere GA102 white paper", "links.peer": _HALF},
+    ),
+    "rtx-5090": _card(
+        "NVIDIA's RTX Blackwell white paper, with sums in float32",
+        "31.36 GiB",
+        chip="NVIDIA's RTX Blackwell white paper; the limits of a core are those of XLA's target_config/specs/rtx6000pro",
+        links=_PASSES.format(5, 128),
+        **{"chip.l2": "NVIDIA's RTX Blackwell white paper", "links.peer": _HALF},
+    ),
+    "gh200": _data_center(
+        "NVIDIA's GH200 data sheet (96 GB of HBM3), and the H100 white paper for the same chip",
+        "h100_sxm",
+        "NVLink 900 GB/s in both directions, where GPUs are joined by it",
+        "NVLink-C2C 900 GB/s in both directions",
+        _network(400, ""),
+        memory="94.88 GiB, which PyTorch prints on this GPU (Lightning-AI/litgpt issue 1892)",
+        bandwidth="NVIDIA's GH200 data sheet, 4 TB/s",
+    ),
+    "gb200": _data_center(
+        f"NVIDIA's GB200 NVL72 data sheet, half of a superchip{_DENSE}",
+        "gb200",
+        "NVLink 1.8 TB/s in both directions",
+        "assumed: half of a superchip's NVLink-C2C, 900 GB/s in both directions",
+        _network(400, ", as in a GB200 NVL72"),
+        **{"peaks.float32": "NVIDIA's GB200 NVL72 data sheet, half of 160 TFLOP/s", "peaks.float64": "half of float32"},
+    ),
     "a100-40gb": _data_center(_A100_SHEET, "a100_sxm_40", *_BOTH_A100),
     "a100-80gb": _data_center(_A100_SHEET, "a100_sxm_80", *_BOTH_A100),
     "h100": _data_center("NVIDIA's H100 white paper (SXM5)", "h100_sxm", *_BOTH_HOPPER, _network(400, ", as in a DGX H100")),
@@ -317,7 +486,8 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
     "rtx-4090": _card(
         "NVIDIA's Ada white paper, with sums in float32",
         "23.64 GiB",
-        links="PCIe Gen4 x16, 64 GB/s in both directions; copies between two such cards pass the host's memory",
+        links=_PASSES.format(4, 64),
+        **{"links.peer": _HALF},
     ),
     "rtx-6000-ada": _card(
         "NVIDIA's RTX 6000 Ada data sheet, which prints 1457 for sparse float8 and 91.1 for float32; the other types follow",
@@ -331,8 +501,8 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
     ),
 }
 
-TARGETS: tuple[Target, ...] = tuple(
-    Target(name, shown, kind, *_NUMBERS[name], _SOURCES[name], aliases) for name, (shown, kind, aliases) in _NAMES.items()
+TARGETS: tuple[GPU, ...] = tuple(
+    GPU(name, shown, kind, *_NUMBERS[name], _SOURCES[name], aliases) for name, (shown, kind, aliases) in _NAMES.items()
 )
 """The GPUs that jaxpp has the numbers of."""
 
@@ -345,10 +515,10 @@ def target_table(width: int | None = None) -> str:
 
     Example:
         >>> print("\n".join(target_table(120).splitlines()[:4]))
-                name     memory  bandwidth      bfloat16      peer     host    network
-           a100-40gb   39.4 GiB  1555 GB/s   312 TFLOP/s  300 GB/s  32 GB/s    25 GB/s
-           a100-80gb   79.3 GiB  2039 GB/s   312 TFLOP/s  300 GB/s  32 GB/s    25 GB/s
-                h100   79.1 GiB  3352 GB/s   989 TFLOP/s  450 GB/s  64 GB/s    50 GB/s
+                name     memory  bandwidth      bfloat16      peer      host    network
+           a100-40gb   39.4 GiB  1555 GB/s   312 TFLOP/s  300 GB/s   32 GB/s    25 GB/s
+           a100-80gb   79.3 GiB  2039 GB/s   312 TFLOP/s  300 GB/s   32 GB/s    25 GB/s
+                h100   79.1 GiB  3352 GB/s   989 TFLOP/s  450 GB/s   64 GB/s    50 GB/s
     """
     head = ["name", "memory", "bandwidth", "bfloat16", "peer", "host", "network"]
     rows = [
@@ -367,10 +537,10 @@ def target_table(width: int | None = None) -> str:
 # --- devices ---
 
 
-def target(name: str, num_devices: int = 1, *, hosts: int = 1) -> tuple[Device, ...]:
+def target(gpu: str | GPU, num_devices: int = 1, *, hosts: int = 1) -> tuple[Device, ...]:
     """Devices that stand for GPUs which this machine does not have: programs are compiled for them, and cannot run.
 
-    JAX compiles for them with its CUDA plug-in and NVIDIA's assembler (``ptxas``), which ``pip install "jaxpp[targets]"`` adds;
+    JAX compiles for them with its CUDA plug-in and NVIDIA's assembler (``ptxas``), which ``pip install -e ".[targets]"`` adds;
     neither a GPU nor NVIDIA's driver is needed. ``jax.devices()`` stays as it is. Two equal calls return the same devices, so that
     what was compiled is found again.
 
@@ -378,8 +548,9 @@ def target(name: str, num_devices: int = 1, *, hosts: int = 1) -> tuple[Device, 
     environment variable ``JAX_PLATFORMS=cpu`` it does not.
 
     Args:
-        name: of the GPU, such as ``"h100"`` or ``"rtx-4090"``; ``jaxpp.targets.target_table()`` has all. Case, spaces and hyphens
-            do not matter, and the name that the driver gives to the GPU is understood too.
+        gpu: its name, such as ``"h100"`` or ``"rtx-4090"``; ``jaxpp.targets.target_table()`` has all. Case, spaces and hyphens
+            do not matter, and the name that the driver gives to the GPU is understood too. Or the numbers of one that is not there:
+            a ``jaxpp.GPU``, as ``jaxpp.GPU.like`` makes it.
         num_devices: how many GPUs there are on all hosts together.
         hosts: how many machines they are on, as many on each. ``device.process_index`` is the number of the host.
 
@@ -397,17 +568,32 @@ def target(name: str, num_devices: int = 1, *, hosts: int = 1) -> tuple[Device, 
           Got: num_devices=4 and hosts=3.
           Fix: pass num_devices=3 or num_devices=6.
     """
-    found = _target_named(name)
+    found = _known_as(gpu) if isinstance(gpu, GPU) else gpu_named(gpu)
+    where = f"target({found.name if isinstance(gpu, GPU) else gpu!r}"
     counts = {"num_devices": num_devices, "hosts": hosts}
     if wrong := [f"{key}={shown(value)}" for key, value in counts.items() if not _is_count(value)]:
         fix = "; ".join(f"pass {each.partition('=')[0]}=1 or more" for each in wrong)
-        raise ArgumentError(f"target({name!r})", "counts are whole numbers of at least 1", wrong, fix)
+        raise ArgumentError(f"{where})", "counts are whole numbers of at least 1", wrong, fix)
     if left := num_devices % hosts:
-        where, rule = f"target({name!r}, {num_devices}, hosts={hosts})", "each host has the same number of devices"
+        where, rule = f"{where}, {num_devices}, hosts={hosts})", "each host has the same number of devices"
         near = [n for n in (num_devices - left, num_devices - left + hosts) if n]
         fix = "pass " + " or ".join(f"num_devices={n}" for n in near)
         raise ArgumentError(where, rule, f"num_devices={num_devices} and hosts={hosts}", fix)
     return _devices(found, int(num_devices), int(hosts))
+
+
+_DESCRIBED: dict[str, GPU] = {}
+"""The GPUs that callers have described, by the kind of their devices, by which alone a device can be told."""
+
+
+def _known_as(gpu: GPU) -> GPU:
+    """A GPU of a caller's, whose kind is that of no other one: another number is added to it where need be."""
+    known = {each.kind: each for each in TARGETS} | _DESCRIBED
+    own, number = gpu, 1
+    while known.get(own.kind, own) != own:
+        number += 1
+        own = replace(gpu, kind=f"{gpu.kind} ({number})")
+    return own if own in TARGETS else _DESCRIBED.setdefault(own.kind, own)
 
 
 def _is_count(value: object) -> bool:
@@ -420,11 +606,12 @@ def _letters(name: str) -> str:
 
 
 @functools.cache
-def _spellings() -> dict[str, Target]:
+def _spellings() -> dict[str, GPU]:
     return {_letters(name): each for each in TARGETS for name in (each.name, each.shown, each.kind, *each.aliases)}
 
 
-def _target_named(name: object) -> Target:
+def gpu_named(name: object) -> GPU:
+    """The GPU that ``target`` knows by this name, however it is spelt; an ArgumentError with those near it if there is none."""
     letters = _letters(name) if isinstance(name, str) else ""
     if letters in _spellings():
         return _spellings()[letters]
@@ -438,7 +625,7 @@ def _target_named(name: object) -> Target:
 
 
 @functools.cache
-def _devices(found: Target, num_devices: int, hosts: int) -> tuple[Device, ...]:
+def _devices(found: GPU, num_devices: int, hosts: int) -> tuple[Device, ...]:
     plugin = _plugin(found)
     with _no_driver_needed():
         arguments = {"target_config": found.spec(), "topology": f"1x{hosts}x{num_devices // hosts}"}
@@ -450,14 +637,14 @@ def _devices(found: Target, num_devices: int, hosts: int) -> tuple[Device, ...]:
     return tuple(topology.devices)
 
 
-def _plugin(found: Target) -> str:
+def _plugin(found: GPU) -> str:
     """The module of JAX's CUDA plug-in, which is there and fits."""
     modules = [f"jax_plugins.xla_cuda{version}" for version in (12, 13) if _is_installed(f"jax_plugins.xla_cuda{version}")]
     where = f"target({found.name!r})"
     if not modules:
         rule = "to compile for a GPU that is not there, JAX needs its CUDA plug-in"
         got = "neither jax-cuda12-plugin nor jax-cuda13-plugin is installed"
-        raise ArgumentError(where, rule, got, 'pip install "jaxpp[targets]"')
+        raise ArgumentError(where, rule, got, 'pip install -e ".[targets]" in the checkout of jaxpp')
     packages = [f"jax-{modules[0].rpartition('_')[2]}-{part}" for part in ("plugin", "pjrt")]
     versions = {package: _version_of(package) for package in ("jaxlib", *packages)}
     wanted = versions["jaxlib"]
@@ -482,26 +669,31 @@ def _version_of(package: str) -> str | None:
     return None
 
 
-_SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+_WITHOUT_DRIVER = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 @contextlib.contextmanager
 def _no_driver_needed() -> Iterator[None]:
-    """Let JAX's plug-in load without NVIDIA's driver, which it asks for its version; a driver that is there is asked as ever."""
-    before = os.environ.get(_SKIP)
-    if not pathlib.Path("/proc/driver/nvidia").exists():
-        os.environ[_SKIP] = "1"
+    """Let JAX's plug-in load without NVIDIA's driver, which it asks for its version; a driver that is there is asked as ever.
+
+    A plug-in that only compiles logs nothing, of which XLA has many lines where a program does not fit the GPU: a forecast says so.
+    """
+    changed = {} if pathlib.Path("/proc/driver/nvidia").exists() else _WITHOUT_DRIVER
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
     try:
         yield
     finally:
-        os.environ.pop(_SKIP, None)
-        if before is not None:
-            os.environ[_SKIP] = before
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
-def target_of(device: Device) -> Target | None:
-    """The numbers of a device, real or not; None if it is no GPU that jaxpp knows."""
-    return next((each for each in TARGETS if each.kind == device.device_kind), None)
+def target_of(device: Device) -> GPU | None:
+    """The numbers of a device, real or not; None if it is no GPU that jaxpp knows, or was told of."""
+    known = next((each for each in TARGETS if each.kind == device.device_kind), None)
+    return known or _DESCRIBED.get(device.device_kind)
 
 
 @functools.cache

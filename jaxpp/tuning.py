@@ -15,13 +15,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxpp.engine.init_arguments import with_inputs
+from jaxpp.engine.init_arguments import check_order, refuse_containers, with_inputs
 from jaxpp.engine.tracing import check_key
 from jaxpp.errors import ArgumentError, JaxppError, shown
 from jaxpp.errors.checks import check_devices, check_optimizer, refuse_tracers
 from jaxpp.errors.keywords import unknown_keywords
 from jaxpp.errors.tracebacks import entries, entry
-from jaxpp.observe.memory.forecast import parse_bytes, reported_room
+from jaxpp.observe.memory.forecast import check_room, parse_bytes, reported_room
 from jaxpp.pipeline import Pipeline
 from jaxpp.runtime.place import AxisMap, axis_map, mesh_of_ranks, num_places, submeshes
 from jaxpp.runtime.processes.channel import rows_of_all
@@ -46,7 +46,10 @@ _REMAT = ("least", "keep", "recompute", "offload")
 _MOST_ROWS = 12  # of a table; of more candidates it shows the best of each schedule
 _MOST_REMARKS = 4  # about what was left out
 _PATIENCE = 1  # seconds before a progress bar shows
-_BOUND = "these devices only compile: each time is the least that the numbers of the GPU allow, and nothing ran"
+_BOUND = (
+    "these devices only compile, and nothing ran: each time is the least that the numbers of the GPU allow, "
+    "with a host that launches kernels as that of an H200 did"
+)
 
 
 @entries
@@ -59,7 +62,8 @@ class Tuning:
         hbm: bytes that each device has; None if that is not known.
         processes: the process of each rank's device; one process if there are none.
         remark: what should be known of how it was measured; empty if nothing.
-        bounds: whether the predictions are bounds, the least times on devices that only compile.
+        planned: whether the devices only compile: nothing ran, and predictions are from the numbers of the GPU and what kernels of
+            their size were measured to reach of them.
         width: how many devices each rank of a mesh has; 1 without a mesh.
     """
 
@@ -71,7 +75,7 @@ class Tuning:
     remark: str
     loss_fn: LossFn
     optimizer: optax.GradientTransformation
-    bounds: bool = False
+    planned: bool = False
     width: int = 1
 
     def pipeline(self) -> Pipeline:
@@ -95,7 +99,7 @@ class Tuning:
     @cached_property
     def why(self) -> tuple[str, ...]:
         """Why these options: one sentence for each choice."""
-        return reasons(self.found, self.hbm, self.processes, bounds=self.bounds, width=self.width)
+        return reasons(self.found, self.hbm, self.processes, planned=self.planned, width=self.width)
 
     @cached_property
     def measured(self) -> tuple[Row, ...]:
@@ -150,14 +154,14 @@ class Tuning:
             [
                 "",
                 *(knob.name for knob in knobs),
-                "at least" if self.bounds else "predicted",
-                *["measured"] * (not self.bounds),
+                "predicted",
+                *["measured"] * (not self.planned),
                 "peak of each device",
             ]
         ]
         for row in self._shown():
             choice = ">" * (row.candidate == self.found.best.candidate)
-            times = time_in_words(row.predicted), *[_measured(row)] * (not self.bounds)
+            times = time_in_words(row.predicted), *[_measured(row)] * (not self.planned)
             table.append([choice, *(str(knob.value(row.candidate)) for knob in knobs), *times, self._memory(row)])
         return table
 
@@ -244,7 +248,8 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         batch: a whole batch, as a step takes it.
         key: for the loss, if it takes one, and for ``init_fn``; ``jax.random.key(0)`` unless given.
         devices: what the pipeline may use, one device for each rank and replica. Default: ``jax.devices()``. On devices that only
-            compile (``jaxpp.target``) nothing is run: candidates are compared by the least time that the GPU's numbers allow.
+            compile (``jaxpp.target``) nothing is run: candidates are compared by the least time that the GPU's numbers allow, with
+            a host that launches kernels as one did that was measured.
         mesh: as for ``Pipeline``, in place of devices: each rank is one place along its axis of ranks.
         data_parallel: the number of replicas of each stage, or several numbers: how the devices are divided into ranks and
             replicas is then looked at, too. A replica has its part of the batch, and ``num_microbatches`` counts those of each.
@@ -290,24 +295,26 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     """
     refuse_tracers("jaxpp.tune(loss_fn, optimizer, ...)", init_or_params, batch, key)
     check_optimizer(loss_fn, optimizer)
-    check_key(key)
+    refuse_containers("jaxpp.tune", init_or_params, batch)
+    check_order("jaxpp.tune", init_or_params, batch, key)
+    check_key(key, loss_fn, 2 + bool(options.get("has_state")))
     if not isinstance(keep, (bool, str, os.PathLike)):
         rule, fix = "keep is True or False, or the name of a folder", "pass keep=True, keep=False or a folder, or leave it out"
         raise ArgumentError("jaxpp.tune(..., keep=...)", rule, shown(keep), fix)
-    _check_options(options)
-    replicas = _counts_of("data_parallel", data_parallel)
+    check_options("jaxpp.tune", tune, options)
+    replicas = counts_of("jaxpp.tune", "data_parallel", data_parallel)
     room = _room_of(devices, mesh, replicas, axis_map(options.get("axes"), mesh))
     limits = _limits_of(hbm, seconds, num_measured)
-    counts = _counts_of("num_microbatches", num_microbatches) if num_microbatches is not None else ()
-    shared = _listed(options.get("shared", ()))
+    counts = counts_of("jaxpp.tune", "num_microbatches", num_microbatches) if num_microbatches is not None else ()
+    shared = _listed(options.get("broadcast", ()))
     examples = [check_batch(batch, min(counts, default=1), count * room.replicas, shared) * count for count in replicas]
     splits = [(count, several) for several in replicas for count in _ranks_of(num_ranks, room.ranks, several)]
     space = Space(
         num_examples=examples[0],
         num_ranks=tuple(count for count, several in splits if several == 1),
         splits=tuple(split for split in splits if split[1] > 1),
-        schedules=(*SCHEDULES, AUTO) if schedules is None else _schedules_of(schedules),
-        stages_per_rank=_counts_of("stages_per_rank", stages_per_rank),
+        schedules=(*SCHEDULES, AUTO) if schedules is None else schedules_of("jaxpp.tune", schedules),
+        stages_per_rank=counts_of("jaxpp.tune", "stages_per_rank", stages_per_rank),
         num_microbatches=counts,
         remat=("least",) if remat is None else _remat_of(remat),
         balance=("flops",) if balance is None else _listed(balance),
@@ -321,7 +328,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     }
     for value in space.balance:  # what cannot be an option is refused before any work
         Pipeline(loss_fn, optimizer, num_stages=1 if mesh is None else room.ranks[1], balance=value, **given)
-    limits = _agreed(limits, room)
+    limits = _agreed(limits, room, in_threads=options.get("threads", "ranks") != "one")
     places = room.devices if mesh is not None else room.devices[: max(count * several for count, several in splits)]
     init_or_params, _ = with_inputs("jaxpp.tune", init_or_params, batch)
     paper = compiles_only(places[0])
@@ -360,9 +367,16 @@ def _room_of(devices: Sequence[Device] | None, mesh: Mesh | None, replicas: Sequ
     return _Room(tuple(mesh.devices.flat), firsts, ranks, places[0].num_replicas, places[0].num_shards)
 
 
-def _agreed(limits: Limits, room: _Room) -> Limits:
-    """The limits with what the devices report of their memory, and with a clock that all processes agree on."""
+def _agreed(limits: Limits, room: _Room, *, in_threads: bool) -> Limits:
+    """The limits with what the devices report of their memory, and with a clock that all processes agree on.
+
+    Of GPUs that only compile, each rank has a thread of its own that hands over its actions, as on GPUs that run.
+    """
+    if limits.hbm is not None:
+        check_room(room.devices, limits.hbm)
     hbm = reported_room(room.devices) if limits.hbm is None else limits.hbm
+    if compiles_only(room.devices[0]):
+        return limits._replace(hbm=hbm, processes=tuple(range(len(room.firsts))) if in_threads else ())
     if len(processes_of(room.devices)) == 1:
         return limits._replace(hbm=hbm)
     everywhere = float(rows_of_all(np.array(math.inf if hbm is None else hbm, np.float32)).min())
@@ -375,21 +389,25 @@ def _agreed(limits: Limits, room: _Room) -> Limits:
     return limits._replace(hbm=hbm, processes=processes, clock=clock)
 
 
-def _check_options(options: Arguments) -> None:
-    known = [p.name for f in (tune, Pipeline) for p in inspect.signature(f).parameters.values() if p.kind == p.KEYWORD_ONLY]
+def check_options(where: str, front: Callable[..., object], options: Arguments, decided: Sequence[str] = _DECIDED) -> None:
+    """Refuse options that are none of ``Pipeline``, or that a search finds itself."""
+    known = [p.name for f in (front, Pipeline) for p in inspect.signature(f).parameters.values() if p.kind == p.KEYWORD_ONLY]
     if unknown := {name: value for name, value in options.items() if name not in known}:
-        raise unknown_keywords(
-            "jaxpp.tune(...)", unknown, [name for name in dict.fromkeys(known) if name not in (*_DECIDED, "bank")]
-        )
-    if decided := [f"{name}={shown(options[name])}" for name in _DECIDED if name in options]:
+        raise unknown_keywords(f"{where}(...)", unknown, [name for name in dict.fromkeys(known) if name not in (*decided, "bank")])
+    if found := [f"{name}={shown(options[name])}" for name in decided if name in options]:
         fix = "leave it out; schedules=, num_ranks=, stages_per_rank= and balance= say what is looked at"
-        raise ArgumentError("jaxpp.tune(...)", "tune finds the schedule, the number of stages and the cuts itself", decided, fix)
+        if front is not tune:
+            fix = "leave it out; gpus=, counts=, model=, schedules= and num_microbatches= say what is looked at"
+        what = "the schedule, the number of stages and the cuts" if front is tune else "these"
+        rule = f"{where.rpartition('.')[2]} finds {what} itself"
+        raise ArgumentError(f"{where}(...)", rule, found, fix)
     if "bank" in options:
+        name = where.rpartition(".")[2]
         rule, fix = (
-            "tune looks at pipelines of one set of parameters",
-            "leave it out, and tune a loss of the parameters of one task",
+            f"{name} looks at pipelines of one set of parameters",
+            f"leave it out, and {name} a loss of the parameters of one task",
         )
-        raise ArgumentError("jaxpp.tune(...)", rule, f"bank={shown(options['bank'])}", fix)
+        raise ArgumentError(f"{where}(...)", rule, f"bank={shown(options['bank'])}", fix)
 
 
 def _check_params(num_bytes: int, hbm: int | None, num_devices: int) -> None:
@@ -404,23 +422,24 @@ def _listed(value: Tree) -> tuple[Tree, ...]:
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
-def _several(name: str, value: object, good: Callable[[Tree], object], rule: str, fix: str) -> tuple[Tree, ...]:
+def _several(where: str, name: str, value: object, good: Callable[[Tree], object], rule: str, fix: str) -> tuple[Tree, ...]:
     """One value or several, at least one, all of them good; each once."""
     values = _listed(value)
     if not values or not all(map(good, values)):
-        raise ArgumentError(f"jaxpp.tune(..., {name}=...)", rule, shown(value), fix)
+        raise ArgumentError(f"{where}(..., {name}=...)", rule, shown(value), fix)
     return tuple(dict.fromkeys(values))
 
 
-def _counts_of(name: str, value: object) -> tuple[int, ...]:
+def counts_of(where: str, name: str, value: object) -> tuple[int, ...]:
+    """Whole numbers of at least 1, from one or several."""
     rule = "it is a whole number of at least 1, or several of them"
-    counts = _several(name, value, partial(is_count, least=1), rule, f"pass for example {name}=(4, 8)")
+    counts = _several(where, name, value, partial(is_count, least=1), rule, f"pass for example {name}=(4, 8)")
     return tuple(map(int, counts))
 
 
 def _ranks_of(value: object, most: Mapping[int, int], replicas: int) -> tuple[int, ...]:
     """The numbers of ranks that are looked at with so many replicas; ``most`` has how many there are devices for."""
-    counts = (max(1, most[replicas]),) if value is None else _counts_of("num_ranks", value)
+    counts = (max(1, most[replicas]),) if value is None else counts_of("jaxpp.tune", "num_ranks", value)
     fewer = tuple(count for count in counts if count <= most[replicas])
     if len(fewer) < len(counts) and (len(most) == 1 or not fewer):
         rule = "there is a device for each rank" + " and replica" * (replicas > 1)
@@ -430,15 +449,15 @@ def _ranks_of(value: object, most: Mapping[int, int], replicas: int) -> tuple[in
     return fewer
 
 
-def _schedules_of(value: object) -> tuple[str, ...]:
+def schedules_of(where: str, value: object) -> tuple[str, ...]:
     fix = 'pass schedules="1f1b", or leave it out to look at all'
     good = partial(make, num_ranks=1, num_microbatches=2)
-    return _several("schedules", value, lambda name: name == AUTO or good(name), "there is at least one name", fix)
+    return _several(where, "schedules", value, lambda name: name == AUTO or good(name), "there is at least one name", fix)
 
 
 def _remat_of(value: object) -> tuple[str, ...]:
     rule = 'candidates keep the least ("least"), everything ("keep"), their inputs ("recompute"), or offload ("offload")'
-    return _several("remat", value, _REMAT.__contains__, rule, 'pass remat=("least", "recompute"), for example')
+    return _several("jaxpp.tune", "remat", value, _REMAT.__contains__, rule, 'pass remat=("least", "recompute"), for example')
 
 
 def _limits_of(hbm: float | str | None, seconds: float | None, num_measured: int) -> Limits:

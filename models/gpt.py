@@ -1,15 +1,22 @@
 """A decoder-only transformer in one file: learned positions, pre-norm blocks, embedding and head tied.
 
 ``dtype`` is what it computes in, ``param_dtype`` what its parameters are kept in. ``decode=True`` is the same model with a cache of
-keys and values, for generating; it has the same parameters.
+keys and values, for generating; it has the same parameters. ``attention="cudnn"`` is attention in one kernel that keeps no scores;
+``scan=True`` writes the blocks as one loop, whose parameters are stacked.
 """
+
+import functools
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
-__all__ = ["GPT", "Block", "CachedAttention"]
+__all__ = ["GPT", "Attention", "Block", "CachedAttention"]
+
+Attention = Literal["flax", "xla", "cudnn"]
+"""Who computes attention: ``flax.linen``, which can drop scores, or one of the implementations of ``jax.nn``."""
 
 
 class CachedAttention(nn.Module):
@@ -47,16 +54,24 @@ class Block(nn.Module):
     dtype: jax.typing.DTypeLike | None
     param_dtype: jax.typing.DTypeLike
     decode: bool = False
+    attention: Attention = "flax"
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "batch length width"], mask: Bool[Array, "batch 1 length length"] | None, deterministic: bool
     ) -> Float[Array, "batch length width"]:
-        """Hidden states to hidden states; ``mask`` says which positions each position may attend to, unless there is a cache."""
+        """Hidden states to hidden states; ``mask`` says which positions each position may attend to, unless there is a cache.
+
+        Attention of ``jax.nn`` is causal without a mask, and drops no scores.
+        """
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         width = x.shape[-1]
         h = nn.LayerNorm(name="ln_1", **types)(x)
-        attend = CachedAttention(name="cached") if self.decode else nn.dot_product_attention
+        attend: Any = nn.dot_product_attention  # with the mask
+        if self.decode:
+            attend = CachedAttention(name="cached")
+        elif self.attention != "flax":
+            attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=self.attention)
         attention = nn.MultiHeadDotProductAttention(
             self.num_heads, dropout_rate=self.dropout, attention_fn=attend, name="attn", **types
         )
@@ -66,6 +81,11 @@ class Block(nn.Module):
         h = nn.gelu(nn.Dense(4 * width, name="fc", **types)(h))
         h = nn.Dense(width, name="proj", **types)(h)
         return x + nn.Dropout(self.dropout, deterministic=deterministic)(h)
+
+
+def _scanned(block: nn.Module, x: jax.Array, *constant: Any) -> tuple[jax.Array, None]:
+    """A block as the body of a loop, which collects nothing."""
+    return block(x, *constant), None  # pyright: ignore[reportCallIssue]
 
 
 class GPT(nn.Module):
@@ -88,6 +108,10 @@ class GPT(nn.Module):
         dropout: rate, after the embedding, in the attention and after each half of a block.
         dtype: type to compute in; None follows the parameters.
         param_dtype: type of the parameters.
+        attention: who computes it: ``"flax"``, or ``jax.nn`` by ``"xla"`` or ``"cudnn"``, which drop no scores.
+        scan: whether the blocks are one loop over stacked parameters, ``h``, instead of ``h_0``, ``h_1``, ...: quicker to trace,
+            cut and compile.
+        checkpoint: whether the backward runs each block's forward again (``jax.checkpoint``), of which its input alone is kept.
         decode: whether to keep the keys and values of the tokens so far, for those of later calls.
         head: whether to return logits. Without a head it returns what the head would read, for a loss that makes no logits::
 
@@ -105,6 +129,9 @@ class GPT(nn.Module):
     param_dtype: jax.typing.DTypeLike = "float32"
     decode: bool = False
     head: bool = True
+    attention: Attention = "flax"
+    scan: bool = False
+    checkpoint: bool = False
 
     @nn.compact
     def __call__(
@@ -114,12 +141,18 @@ class GPT(nn.Module):
         types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         embed = nn.Embed(self.vocab_size, self.width, name="embed", **types)
         positions = nn.Embed(self.max_length, self.width, name="positions", **types)
-        mask = None if self.decode else nn.make_causal_mask(tokens, dtype=bool)
+        mask = nn.make_causal_mask(tokens, dtype=bool) if self.attention == "flax" and not self.decode else None
         deterministic = deterministic or self.decode
         x = embed(tokens) + positions(self._positions_of(tokens))
         x = nn.Dropout(self.dropout, deterministic=deterministic)(x)
-        for i in range(self.depth):
-            x = Block(self.num_heads, self.dropout, name=f"h_{i}", decode=self.decode, **types)(x, mask, deterministic)
+        kind: Any = nn.remat(Block, prevent_cse=not self.scan, static_argnums=(3,)) if self.checkpoint else Block
+        block = functools.partial(kind, self.num_heads, self.dropout, decode=self.decode, attention=self.attention, **types)
+        for i in range(0 if self.scan else self.depth):
+            x = block(name=f"h_{i}")(x, mask, deterministic)
+        if self.scan:
+            rngs = {"params": True, "dropout": True}
+            loop: Any = nn.scan(_scanned, {"params": 0, "cache": 0}, split_rngs=rngs, length=self.depth, in_axes=nn.broadcast)  # pyright: ignore[reportArgumentType]
+            x, _ = loop(block(name="h"), x, mask, deterministic)
         x = nn.LayerNorm(name="ln_f", **types)(x)
         return embed.attend(x) if self.head else x
 

@@ -46,17 +46,17 @@ SHAPED = (
     "models",
     "jaxpp.stages.loss.aux",
     "jaxpp.stages.loss.microbatch",
-    "jaxpp.plan.lower",
+    "jaxpp.lowering.lower",
     "jaxpp.observe.memory.liveness",
 )
 """Where annotations with shapes are checked at every call."""
 
 with install_import_hook(SHAPED, "beartype.beartype"):
-    import jaxpp.plan.passes.transform
+    import jaxpp.lowering.passes.transform
     import jaxpp.tuning
     from tests.models import gpt_case, mlp_case
 
-jaxpp.plan.passes.transform.always_check = True
+jaxpp.lowering.passes.transform.always_check = True
 
 
 MOST_WORKERS = 4

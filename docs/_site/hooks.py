@@ -7,6 +7,7 @@ import base64
 import itertools
 import json
 import pathlib
+import posixpath
 import re
 import sys
 from collections.abc import Iterator
@@ -19,17 +20,15 @@ from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from blocks import kept, with_outputs
-from pages import NotebookPage, first_block, is_text, linked, notebook_page, opened_by_clicks, source_page
+from lists import NOTEBOOKS, REGION, ROOT, numbered
+from pages import NotebookPage, is_text, linked, notebook_page, opened_by_clicks, source_page
 
-ROOT = pathlib.Path(__file__).parents[2]
 EXECUTED = ROOT / "build" / "notebooks"
 RAN = ROOT / "build" / "blocks"
 DOCUMENTS = {"README.md": "index.md", "ARCHITECTURE.md": "architecture.md", "CHANGELOG.md": "changelog.md"}
 """Documents of the project and the pages that show them."""
-NOTEBOOKS = {"course": "experiments/notebooks", "how-to": "docs/how-to"}
-"""The folders of the site that hold notebooks, and where their sources are."""
 REFERENCE = {
-    "Training": ["training", "Pipeline", "State", "Metrics", "Tuning", "Bank", "Microbatches", "Offload"],
+    "Training": ["training", "Pipeline", "State", "Metrics", "Tuning", "Planning", "GPU", "Bank", "Microbatches", "Offload"],
     "Predicting": ["predicting", "Forward", "Stream", "Generation", "Token", "Sampling", "History"],
     "Schedules": ["schedules", "Schedule", "Simulation", "Action", "Kind"],
     "Observing": [
@@ -139,10 +138,10 @@ class Site:
 
     def nav(self) -> list[Any]:
         """The table of contents."""
-        chapters = [{numbered(uri, page.title): uri} for uri, page in self.listed("course")]
+        chapters = [{numbered(pathlib.PurePosixPath(uri).name, page.title): uri} for uri, page in self.listed("course")]
         recipes = [{page.title: uri} for uri, page in sorted(self.listed("how-to"), key=lambda item: item[1].title)]
         experiments = [{name: f"experiments/{name}.md"} for name in self.experiments]
-        guides = "train predict save memory speed tune targets profile schedules mesh hosts tasks".split()
+        guides = "gpus train predict save memory speed plan targets tune profile schedules mesh hosts tasks".split()
         return [
             {"Home": "index.md"},
             {"First hour": "start.md"},
@@ -155,6 +154,7 @@ class Site:
                     "alternatives.md",
                     "coming-from.md",
                     "limits.md",
+                    "together.md",
                     "corrections.md",
                     "architecture.md",
                     {"Experiments": ["experiments/index.md", *experiments]},
@@ -172,12 +172,6 @@ def reference() -> list[Any]:
     ]
 
 
-def numbered(uri: str, title: str) -> str:
-    """The title of a chapter with its number, if it has none of its own."""
-    number = re.search(r"/(\d+)_", uri)
-    return title if number is None or title[:1].isdigit() else f"{int(number[1])}. {title}"
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds what is generated, and writes the table of contents."""
     config.extra["generated"] = site = Site(config)  # for the events below
@@ -191,38 +185,26 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def lists(found: Site) -> dict[str, str]:
-    """What the marks in the pages stand for."""
-    readme = (ROOT / "README.md").read_text()
-    each = {
-        folder: "\n".join(
-            f"- [{numbered(uri, page.title)}]({pathlib.PurePosixPath(uri).name}): {page.summary}"
-            for uri, page in found.listed(folder)
-        )
-        for folder in ("course", "how-to")
-    }
-    answers = [
-        f"- [{name}]({name}.md): {re.search(r'^# (.+)$', file.read_text(), re.MULTILINE)[1]}"
-        for name, file in found.experiments.items()
-    ]
-    return {
-        "chapters": each["course"],
-        "recipes": each["how-to"],
-        "experiments": "\n".join(answers),
-        "schedules": readme.split("<!-- schedules -->")[1].strip(),
-        "snippet": first_block(readme, "python"),
-        "table": first_block(readme, "").replace("```\n", "```text\n", 1),
-    }
+def built(region: re.Match[str], page: str, found: Site) -> str:
+    """A list that stands in the source of a page, without the notebooks that have not been executed."""
+    folder = pathlib.PurePosixPath(page).parent
+
+    def is_there(line: str) -> bool:
+        target = re.match(r"- \[.*?\]\(([^)]+)\): ", line)
+        uri = posixpath.normpath(folder / target[1]) if target else ""
+        return uri.split("/")[0] not in NOTEBOOKS or uri in found.notebooks
+
+    return "\n".join(filter(is_there, region[2].split("\n")))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Puts in what code printed, the lists of chapters, recipes and experiments, and parts of the README; marks printed output."""
-    site = config.extra["generated"]
-    if page.file.src_uri in site.ran:
-        markdown = site.outputs(markdown, page.file.src_uri)
-    if "<!-- list of " in markdown:
-        found = lists(site)
-        markdown = re.sub(r"<!-- list of (\w+) -->", lambda match: found[match[1]], markdown)
+    """Puts in what code printed, leads links to the pages of files, and marks printed output."""
+    site, uri = config.extra["generated"], page.file.src_uri
+    if uri in site.ran:
+        markdown = site.outputs(markdown, uri)
+    if uri not in site.files:
+        markdown = linked(markdown, f"docs/{pathlib.PurePosixPath(uri).parent}", uri, site.page_of, quotes=False)
+        markdown = REGION.sub(lambda match: built(match, uri, site), markdown)
     return re.sub(r"^```text$", OUTPUT, markdown, flags=re.MULTILINE)
 
 

@@ -28,6 +28,7 @@ __all__ = [
 
 _LIST_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)]) ")
 _LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)\)")
+_LINKED = re.compile(r"\[([^\[\]]*)\]\([^)\s]+\)")
 _QUOTED_FILE = re.compile(r"(?<![\[`])`([\w.-]+(?:/[\w.-]+)*\.py)`(?!\])")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -65,7 +66,7 @@ def first_sentence(text: str) -> str:
     for paragraph in re.split(r"\n\s*\n", body):
         flat = " ".join(paragraph.split())
         if flat and not flat.startswith(("#", "<", "|", "!", "```")):
-            return re.split(r"(?<=[.?!])\s", _LINK.sub("]", flat).replace("[", "").replace("]", ""))[0]
+            return re.split(r"(?<=[.?!])\s", _LINKED.sub(r"\1", flat))[0]
     return ""
 
 
@@ -75,7 +76,7 @@ def first_block(text: str, language: str) -> str:
     return next((block[0] for block in blocks if block[1] == language), "")
 
 
-def linked(text: str, here: str, page: str, page_of: Callable[[str], str | None]) -> str:
+def linked(text: str, here: str, page: str, page_of: Callable[[str], str | None], *, quotes: bool = True) -> str:
     """A document whose links lead to pages: those to files that have none become plain text.
 
     Args:
@@ -83,6 +84,7 @@ def linked(text: str, here: str, page: str, page_of: Callable[[str], str | None]
         here: the folder of the document in the project.
         page: where the document will be among the pages.
         page_of: the page that shows a file or folder of the project, or None.
+        quotes: whether names of files in backticks become links.
     """
 
     def towards(target: str, folder: str) -> str | None:
@@ -102,7 +104,11 @@ def linked(text: str, here: str, page: str, page_of: Callable[[str], str | None]
         found = towards(name, "" if name.split("/")[0] in ("jaxpp", "models", "experiments", "tests") else here)
         return match.group(0) if found is None else f"[`{name}`]({found})"
 
-    return _outside_fences(text, lambda part: _QUOTED_FILE.sub(quoted, _LINK.sub(link, part)))
+    def change(part: str) -> str:
+        part = _LINK.sub(link, part)
+        return _QUOTED_FILE.sub(quoted, part) if quotes else part
+
+    return _outside_fences(text, change)
 
 
 def source_page(path: str, text: str) -> str:

@@ -97,7 +97,7 @@ model = GraphNet()
 # %% [markdown]
 # ## The pipeline
 #
-# `shared="positions"` says that this leaf of the batch has no axis of examples: every microbatch gets it whole.
+# `broadcast="positions"` says that this leaf of the batch has no axis of examples: every microbatch gets it whole.
 
 
 # %%
@@ -114,7 +114,7 @@ def loss_fn(params, batch):
 positions = jnp.stack(jnp.divmod(jnp.arange(64), 8), axis=1) / 4 - 1.0
 batch = {"graphs": stacked, "y": labels[:128], "positions": positions}
 params = model.init(jax.random.key(0), pad(graphs[0]), positions)
-options = {"num_stages": 2, "num_microbatches": 4, "shared": "positions"}
+options = {"num_stages": 2, "num_microbatches": 4, "broadcast": "positions"}
 pipe = jaxpp.Pipeline(loss_fn, optax.adam(1e-2), **options)
 state = pipe.init(params, batch)
 for _ in range(50):
@@ -138,7 +138,7 @@ print(f"accuracy {(padded_logits.argmax(-1) == batch['y']).mean():.1%}")
 # %% [markdown]
 # ## What to look out for
 #
-# - Without `shared`, the 64 rows of `positions` would count as examples, and jaxpp refuses a batch whose leaves disagree about
+# - Without `broadcast`, the 64 rows of `positions` would count as examples, and jaxpp refuses a batch whose leaves disagree about
 #   the number of examples.
 # - If a few graphs are much larger than the others, padding to the largest wastes work. Sort the graphs into groups of similar
 #   size and pad each group to its own maximum; the pipeline compiles once for each shape (`max_shapes=` says how many it keeps).

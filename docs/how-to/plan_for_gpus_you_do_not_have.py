@@ -17,7 +17,7 @@
 # `jaxpp.target("h100", 4)` makes four devices that compile programs and hold no arrays. This recipe asks whether a language model
 # of 800 million parameters fits on four GPUs of two kinds, what the least time of a step is on each, and what its programs waste.
 #
-# Compiling for a GPU needs JAX's CUDA plug-in and NVIDIA's assembler, but no GPU and no driver: `pip install "jaxpp[targets]"`
+# Compiling for a GPU needs JAX's CUDA plug-in and NVIDIA's assembler, but no GPU and no driver: `pip install -e ".[targets]"`
 # installs both. On a machine without a GPU, start Python with `JAX_PLATFORMS=cpu`. This page shows no output, because the recipe
 # runs where the plug-in is installed; [the guide](../guide/targets.md) shows what such tables look like.
 
@@ -34,7 +34,8 @@ HALF = {"dtype": "bfloat16"}
 
 # %% [markdown]
 # The model and its loss are what you would train. Parameters and batch are needed as shapes only, so nothing large is ever in
-# memory, and a larger model takes no longer to plan.
+# memory. Planning takes as long as its programs take to compile: layers that a `lax.scan` runs are compiled once for each stage,
+# and layers that are written one by one are compiled one by one, so that twice as many of these take twice as long.
 
 
 # %%
@@ -115,8 +116,8 @@ forecast.bound.figure()
 # %% [markdown]
 # ## What to look out for
 #
-# - A bound is no prediction. It says which plan cannot be fast, and not how fast the other plan is.
+# - A bound says which plan cannot be fast. What a plan likely takes, with its range, is `forecast.bound.predicted`.
 # - Compare plans with the same batch: `tokens` is the batch of a whole step, whatever `num_microbatches` is.
 # - Several hosts are `jaxpp.target("h100", 16, hosts=2)`; a mesh is made of these devices like any other mesh.
-# - [`jaxpp.tune`](../guide/tune.md) searches schedules, microbatches and cuts by the same bounds.
+# - [`jaxpp.tune`](../guide/tune.md) searches schedules, microbatches and cuts by the same predictions.
 # - When the GPUs are there, leave `devices=` out: the same lines then print a forecast for them, and `pipe.step` runs.

@@ -14,7 +14,7 @@
 # # Save and resume
 #
 # A long run is interrupted sooner or later, and comes back on other devices. jaxpp leaves checkpoints to
-# [Orbax](https://orbax.readthedocs.io), the library that Flax uses (`pip install "jaxpp[checkpoint]"`). This recipe writes a
+# [Orbax](https://orbax.readthedocs.io), the library that Flax uses (`pip install -e ".[checkpoint]"`). This recipe writes a
 # training loop that continues from its newest checkpoint whenever it is started again, with the same bits as if it had never
 # stopped. Then it opens the same checkpoint with other numbers of stages and in plain JAX.
 

@@ -13,6 +13,7 @@
 # # Use a Haiku model
 #
 # `hk.transform` turns a Haiku function into a pair of pure functions, `init` and `apply`, and these are all that jaxpp needs.
+# Here that function is a transformer with JAX's own `jax.nn.dot_product_attention`.
 # Haiku's parameters are a dictionary by module name, and the table of stages shows the same names. (`pip install dm-haiku`)
 
 # %%
@@ -31,12 +32,22 @@ images, labels = load_digits(return_X_y=True)
 batch = {"x": images[:256].astype("f4") / 16, "y": labels[:256]}
 
 
+class Block(hk.Module):
+    def __call__(self, x, is_training):
+        y = hk.LayerNorm(-1, True, True, name="norm_0")(x)
+        parts = (hk.Linear(32, name=name)(y).reshape(len(x), 8, 4, 8) for name in ("query", "key", "value"))
+        x += hk.Linear(32, name="out")(jax.nn.dot_product_attention(*parts).reshape(x.shape))
+        y = hk.LayerNorm(-1, True, True, name="norm_1")(x)
+        y = hk.nets.MLP([64, 32], activation=jax.nn.gelu)(y)
+        return x + (hk.dropout(hk.next_rng_key(), 0.1, y) if is_training else y)
+
+
 def forward(x, is_training):
-    for k in range(3):
-        x = jax.nn.gelu(hk.Linear(64, name=f"layer_{k}")(x))
-        if is_training:
-            x = hk.dropout(hk.next_rng_key(), 0.1, x)
-    return hk.Linear(10, name="head")(x)
+    x = hk.Linear(32, name="embed")(x.reshape(len(x), 8, 8))  # a digit is eight rows of eight pixels
+    x += hk.get_parameter("places", (8, 32), init=hk.initializers.RandomNormal(0.25))
+    for k in range(2):
+        x = Block(name=f"block_{k}")(x, is_training)
+    return hk.Linear(10, name="head")(x.mean(1))
 
 
 model = hk.transform(forward)
@@ -61,7 +72,7 @@ def init(key):
     return model.init(key, batch["x"], is_training=True)
 
 
-optimizer = optax.sgd(0.2, momentum=0.9)
+optimizer = optax.sgd(0.05, momentum=0.9)
 pipe = jaxpp.Pipeline(loss_fn, optimizer, num_stages=2, num_microbatches=4)
 state = pipe.init(init, jax.random.key(0), batch)
 print(pipe.stages)
@@ -70,11 +81,11 @@ print(pipe.stages)
 first_key, key = jax.random.split(jax.random.key(1))
 state, metrics = pipe.step(state, batch, first_key)
 first = jax.device_get(state.params)
-for k in range(40):
+for k in range(30):
     state, metrics = pipe.step(state, batch, jax.random.fold_in(key, k))
 errors = pipe.evaluate(state, batch, loss_fn=eval_loss).loss
 print(f"loss {metrics.loss:.4f}, errors {errors:.1%}")
-assert errors < 0.1
+assert errors < 0.15
 
 # %% [markdown]
 # The first step again on one device, as a loop over four microbatches with the same keys. The parameters after the step are equal:

@@ -188,7 +188,7 @@ def _draw(out: Path, name: str, profile: Profile) -> None:
 
 def table(result: Result) -> str:
     """The rows as text, and below them the schedules that did not run."""
-    causes = ["fill, drain", "imbalance", "transfer", "dispatch", "optimizer"]
+    causes = ["fill, drain", "imbalance", "transfer", "dispatch", "optimizer", "other"]
     times = ["traced", "alone", "ideal", "clock", "bubble"]
     lines = [["schedule", *times, *causes, "uneven", "tracing", "residuals", "of them", "peak", "forecast"]]
     for row in result.rows:

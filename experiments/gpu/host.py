@@ -23,9 +23,9 @@ from experiments.gpu.gaps import Gap, busy_lanes, described, gaps_between
 from experiments.gpu.pipelines import Ready, ready
 from experiments.gpu.rows import Job, Row, first_line
 from experiments.plain import Runner
-from jaxpp.plan.plan import Instruction
+from jaxpp.lowering.plan import Instruction
 
-__all__ = ["TRACE", "rows"]
+__all__ = ["TRACE", "Stopwatch", "rows"]
 
 TRACE = "trace.xplane.pb.gz"
 _LONG = 20e-6  # seconds: no gap is to be longer
@@ -44,7 +44,7 @@ def rows(job: Job) -> Iterator[Row]:
         yield from _instructions(job, schedule)
 
 
-class _Stopwatch:
+class Stopwatch:
     """Observes how long the host takes with each instruction; if it waits, each finds devices that have nothing to do."""
 
     def __init__(self, *, waits: bool = False):
@@ -73,7 +73,7 @@ def _instructions(job: Job, schedule: str) -> Iterator[Row]:
     state = it.init(pipe)
     plan, _ = pipe.engine.plan("update", it.batch, it.key)
     count, times = len(plan.instructions), 10 * job.sizes.steps
-    watch, leaves = _Stopwatch(), pipe.engine.copy(pipe.engine.leaves(state.held))
+    watch, leaves = Stopwatch(), pipe.engine.copy(pipe.engine.leaves(state.held))
     for k in range(times + 3):
         watch.found.update({name: [] for name in watch.found} if k == 3 else {})  # the first steps find cold caches
         watch.begin()
@@ -100,7 +100,7 @@ def _calls(job: Job) -> Iterator[Row]:
         it = ready(model, sizes, compute)
         pipe = it.pipe("1f1b")
         state = it.init(pipe)
-        watch, leaves = _Stopwatch(waits=True), pipe.engine.copy(pipe.engine.leaves(state.held))
+        watch, leaves = Stopwatch(waits=True), pipe.engine.copy(pipe.engine.leaves(state.held))
         for k in range(5):
             watch.found.update({name: [] for name in watch.found} if k == 2 else {})
             watch.begin()

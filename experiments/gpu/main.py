@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jaxpp
 from experiments.gpu.models import MODELS
-from experiments.gpu.parts import PARTS, PLAN, TURNS, Part, perform, run_process, saved_rows
+from experiments.gpu.parts import PARTS, PLAN, TURNS, Part, command_of, perform, run_process, saved_rows
 from experiments.gpu.plan import case_of, summary
 from experiments.gpu.rows import Row, markdown, markdown_table, text
 from experiments.options import ConfigError, check_names, check_numbers, check_writable
@@ -43,7 +43,7 @@ class Config:
     Attributes:
         parts: names; all unless given. The environment is always measured.
         small: small models; None asks the environment, and takes small ones on a CPU.
-        minutes: for everything; None is 15, or 25 for small models, which two cores may take that long to compile; 60 for plans.
+        minutes: for everything; None is 30, or 40 for small models, which two cores may take that long to compile; 60 for plans.
         out: folder for the table, the JSON and the traces; a temporary one unless given.
         plan: names of GPUs as ``jaxpp.target`` takes them. Then nothing is measured: models are compiled for these GPUs.
         devices: how many of them, for a plan.
@@ -109,7 +109,7 @@ class _Run:
     @property
     def minutes(self) -> float:
         """For everything."""
-        return self.config.minutes or (60.0 if self.config.plan else 25.0 if self.small else 15.0)
+        return self.config.minutes or (60.0 if self.config.plan else 40.0 if self.small else 30.0)
 
     def measure(self, name: str, cases: Sequence[str]) -> None:
         """Measure cases of a part, side by side where no times are measured and there are cores, then write what was found."""
@@ -126,8 +126,7 @@ class _Run:
             return [Row(name, case, "left out", "left out", note=f"{self.left:.0f} of {60 * self.minutes:.0f} seconds were left")]
         _say(f"{name}, {case}: begins, with {seconds:.0f} s at most")
         begun, log = time.perf_counter(), results.with_suffix(".log")
-        job = ["--job", name, case, "--results", str(results), "--seconds", f"{seconds:.0f}"]
-        command = [sys.executable, "-m", "experiments.gpu", *job, "--out", str(self.out), *["--small"] * self.small]
+        command = command_of(name, case, self.out, results, small=self.small, seconds=seconds)
         with log.open("w") as file:
             trouble = run_process(command, seconds, file, self._variables(name))
         taken = self.seconds[f"{name}, {case}"] = time.perf_counter() - begun
@@ -252,7 +251,7 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for table.md, results.json and the traces; a temporary one by default")
     parser.add_argument("--small", action="store_true", default=None, help="small models, as by default on a CPU")
     parser.add_argument("--large", dest="small", action="store_false", help="large models, as by default elsewhere")
-    parser.add_argument("--minutes", type=float, help="for everything (default: 15, or 25 for small models)")
+    parser.add_argument("--minutes", type=float, help="for everything (default: 30, or 40 for small models)")
     parser.add_argument(
         "--plan",
         nargs="+",

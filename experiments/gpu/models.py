@@ -3,75 +3,27 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Integer
 
 from experiments.gpu.sizes import Sizes
 from experiments.problems import Problem, cross_entropy
 from experiments.remat.problems import PROBLEMS
-from models.gpt import Block
+from models.gpt import GPT
 from models.seq2seq import Seq2Seq
 from models.unet import UNet
 
-__all__ = ["MODELS", "ScannedGPT", "count_of"]
+__all__ = ["MODELS", "count_of"]
 
 _PAD = 0
-Types = jax.typing.DTypeLike
-
-
-class ScannedBlock(nn.Module):
-    """A block as the body of a loop."""
-
-    num_heads: int
-    dtype: Types
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "batch length width"], mask: Bool[Array, "batch 1 length length"]
-    ) -> tuple[Float[Array, "batch length width"], None]:
-        """Hidden states to hidden states."""
-        return Block(self.num_heads, 0.0, self.dtype, "float32")(x, mask, deterministic=True), None
-
-
-class ScannedGPT(nn.Module):
-    """``models/gpt.py`` without dropout, its blocks in one ``nn.scan``: one program for all blocks of a stage.
-
-    Attributes:
-        vocab_size: tokens there are.
-        max_length: the longest sequence.
-        width: features of the residual stream.
-        depth: blocks.
-        num_heads: attention heads a block.
-        dtype: type to compute in.
-    """
-
-    vocab_size: int
-    max_length: int
-    width: int
-    depth: int
-    num_heads: int
-    dtype: Types
-
-    @nn.compact
-    def __call__(self, tokens: Integer[Array, "batch length"]) -> Float[Array, "batch length {self.vocab_size}"]:
-        """Logits for the token after each of ``tokens``."""
-        embed = nn.Embed(self.vocab_size, self.width, name="embed", dtype=self.dtype)
-        positions = nn.Embed(self.max_length, self.width, name="positions", dtype=self.dtype)
-        broadcast: Any = nn.broadcast
-        loop = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": broadcast, "length": self.depth}
-        layers: Any = nn.scan(ScannedBlock, **loop)
-        x = embed(tokens) + positions(jnp.arange(tokens.shape[-1]))
-        x, _ = layers(self.num_heads, self.dtype, name="layers")(x, nn.make_causal_mask(tokens, dtype=bool))
-        return embed.attend(nn.LayerNorm(name="ln_f", dtype=self.dtype)(x))
 
 
 def _scanned_gpt(sizes: Sizes, compute: str) -> Problem:
     of, length = sizes.models, sizes.models.gpt_length
-    model = ScannedGPT(of.gpt_vocabulary, length, of.gpt_width, of.gpt_depth, of.gpt_heads, compute)
+    shape = of.gpt_vocabulary, length, of.gpt_width, of.gpt_depth, of.gpt_heads
+    model = GPT(*shape, dropout=0.0, dtype=compute, scan=True)  # one program for all blocks of a stage
 
     def loss_fn(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         del key

@@ -22,7 +22,7 @@ from experiments.devices import ensure_devices
 from experiments.gpu.rows import Job, Row, first_line
 from experiments.gpu.sizes import LARGE, SMALL
 
-__all__ = ["PARTS", "PLAN", "TURNS", "Part", "perform", "run_process", "saved_rows"]
+__all__ = ["PARTS", "PLAN", "TURNS", "Part", "command_of", "perform", "run_beside", "run_process", "saved_rows"]
 
 _ROOT = Path(__file__).parents[2]
 _MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
@@ -51,7 +51,8 @@ PARTS: Mapping[str, Part] = {
     "exactness": Part(("mlp", "resnet", "gpt"), 120, timed=False),
     "speed": Part(("gpt", "mlp", "resnet"), 150),
     "host": Part(("instructions", "calls", "gaps"), 90),
-    "lanes": Part(("gpt",), 120),
+    "graphs": Part(("gpt",), 600),
+    "lanes": Part(("gpt",), 240),
     "memory": Part(("1f1b, least", "1f1b, keep", "zb-h1, least", "zb-h1, keep", "1f1b, recompute"), 240, timed=False),
     "visits": Part(("gpt",), 100),
     "bank": Part(("adapters",), 60),
@@ -65,10 +66,11 @@ PLAN = Part((), 300)
 
 TURNS = (
     ("environment", PARTS["environment"].cases),
+    ("graphs", PARTS["graphs"].cases),
+    ("lanes", PARTS["lanes"].cases),
     ("speed", ("gpt",)),
     ("exactness", PARTS["exactness"].cases),
     ("uses", PARTS["uses"].cases),
-    ("lanes", PARTS["lanes"].cases),
     ("memory", PARTS["memory"].cases),
     ("host", PARTS["host"].cases),
     ("visits", PARTS["visits"].cases),
@@ -123,7 +125,41 @@ def saved_rows(results: Path) -> list[Row]:
     return [Row(**each) for each in json.loads(results.read_text())] if results.exists() else []
 
 
-def run_process(command: Sequence[str], seconds: float, log: IO[Any], extra: Mapping[str, str]) -> str:
+def command_of(part: str, case: str, out: Path, results: Path, *, small: bool, seconds: float) -> list[str]:
+    """The command of a process that measures one case; the arguments are those of ``perform``."""
+    job = ["--job", part, case, "--results", str(results), "--seconds", f"{seconds:.0f}", "--out", str(out)]
+    return [sys.executable, "-m", "experiments.gpu", *job, *["--small"] * small]
+
+
+def run_beside(job: Job, case: str, seconds: float, log: Path, variables: Mapping[str, str]) -> tuple[list[Row], str]:
+    """Measure another case of a part in a process of its own, for a case that compares processes.
+
+    Args:
+        job: the case that compares; it must not have used its device, whose memory the other process needs.
+        case: the other one; the module of the part knows what it means.
+        seconds: after which it is stopped.
+        log: file for what it prints.
+        variables: of its environment; they go before what the user has set.
+
+    Returns:
+        its rows, and what went wrong: nothing, as a rule.
+    """
+    results = log.with_suffix(".json")
+    results.unlink(missing_ok=True)
+    command = command_of(job.part, case, job.out, results, small=job.sizes is SMALL, seconds=seconds)
+    with log.open("w") as file:
+        trouble = run_process(command, seconds, file, {}, variables)
+    rows = saved_rows(results)
+    failed = [row.note for row in rows if row.what == "failed"]
+    if trouble and not failed:
+        failed = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+    trouble = ": ".join(filter(None, [trouble, *failed]))[:300]
+    return [row for row in rows if row.what != "failed"], trouble
+
+
+def run_process(
+    command: Sequence[str], seconds: float, log: IO[Any], extra: Mapping[str, str], always: Mapping[str, str] | None = None
+) -> str:
     """Run a command to its end, and say what went wrong: nothing, as a rule.
 
     Args:
@@ -131,18 +167,22 @@ def run_process(command: Sequence[str], seconds: float, log: IO[Any], extra: Map
         seconds: after which it is stopped, with every process that it began.
         log: gets what it prints.
         extra: variables of its environment, where they are not set.
+        always: variables of its environment, whatever is set. With them, what ends this process by its group ends the command too.
     """
     begun = time.perf_counter()
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**_MEMORY, **extra, **os.environ, "PYTHONPATH": path}  # what the user has set stays
-    with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True) as process:  # noqa: S603
+    environment = {**_MEMORY, **extra, **os.environ, **(always or {}), "PYTHONPATH": path}  # what the user has set stays
+    apart = always is None
+    with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=apart) as process:  # noqa: S603
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             return f"stopped after {time.perf_counter() - begun:.0f} s, its limit"
         finally:
-            if process.poll() is None:
+            if process.poll() is None and apart:
                 os.killpg(process.pid, signal.SIGKILL)
+            elif process.poll() is None:
+                process.kill()
     return "" if code == 0 else f"ended with {_ending(code)}"
 
 

@@ -20,13 +20,13 @@ from experiments.gpu.models import MODELS, count_of
 from experiments.gpu.pipelines import Ready
 from experiments.gpu.rows import Job, Row
 from experiments.problems import Problem
+from jaxpp.lowering.builder import CALLER
 from jaxpp.observe.bound import StepBound, bound_of
 from jaxpp.observe.memory.forecast import Forecast, forecast
-from jaxpp.plan.builder import CALLER
 from jaxpp.runtime.hlo import Kernel, read_kernels
 from jaxpp.runtime.roofline import program_roofline
 from jaxpp.tables import bytes_in_words
-from jaxpp.targets import Target, device_name, target_of
+from jaxpp.targets import GPU, device_name, target_of
 from jaxpp.types import Device
 
 __all__ = ["Planned", "case_of", "rows", "summary"]
@@ -95,7 +95,7 @@ def rows(job: Job) -> Iterator[Row]:
     model, on = job.case.split(", ")
     count, name = on.split(" x ")
     devices = jaxpp.target(name, int(count))
-    numbers = cast("Target", target_of(devices[0]))
+    numbers = cast("GPU", target_of(devices[0]))
     models = dataclasses.replace(job.sizes.models, stages=max(job.sizes.models.stages, len(devices)))
     problem, key = MODELS[model](job.sizes, COMPUTE), jax.random.key(0)
     batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), problem.batch)

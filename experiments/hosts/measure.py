@@ -18,9 +18,9 @@ from jax.experimental import multihost_utils
 
 import jaxpp
 from experiments.problems import mlp
+from jaxpp.lowering.builder import CALLER
+from jaxpp.lowering.plan import Instruction
 from jaxpp.observe.memory.liveness import step_liveness
-from jaxpp.plan.builder import CALLER
-from jaxpp.plan.plan import Instruction
 from jaxpp.runtime.place import devices_of
 from jaxpp.stages.program import Role
 

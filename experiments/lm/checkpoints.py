@@ -297,7 +297,7 @@ def _orbax() -> Any:
     try:
         found = importlib.import_module("orbax.checkpoint")
     except ImportError:
-        fix = 'pip install "jaxpp[checkpoint]"'
+        fix = 'pip install -e ".[checkpoint]" in the checkout of jaxpp'
         raise ConfigError(f"--checkpoint: Orbax saves checkpoints, and is not installed. Fix: {fix}.") from None
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     found.type_handlers.register_type_handler(jax.Array, jaxpp.array_handler(), override=True)  # for several hosts

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 
 import jaxpp
+from jaxpp.lowering.plan import Instruction
+from jaxpp.lowering.step import Leaves
 from jaxpp.observe import Forecast
 from jaxpp.observe.memory.ledger import live_bytes, sample_step
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, temporaries
-from jaxpp.plan.plan import Instruction
-from jaxpp.plan.step import Leaves
 from jaxpp.types import Array, Device
 
 __all__ = ["PARTS", "Holding", "arrays_now", "measure"]

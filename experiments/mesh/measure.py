@@ -15,8 +15,8 @@ import jaxpp
 from experiments.mesh.plain import Trained, furthest
 from experiments.mesh.problems import Problem
 from jaxpp.errors import VerifyError
+from jaxpp.lowering.plan import Instruction
 from jaxpp.observe.collectives import Collectives
-from jaxpp.plan.plan import Instruction
 from jaxpp.stages.program import Role
 
 __all__ = ["AXES", "Row", "Sent", "Shape", "Told", "measure"]

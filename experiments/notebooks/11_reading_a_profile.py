@@ -91,15 +91,16 @@ uneven.figure()
 # - **transfer**: waiting for activations and cotangents on their way that nothing hides.
 # - **dispatch**: waiting for the host to hand over the next action. The second timeline has none of it, because its programs were
 #   timed alone.
-# - **optimizer**: what splitting the batch and the update add to the step. A rank that is done early updates its parameters while
-#   others still run backwards. Therefore a grey bar of the timeline may be longer than this part.
+# - **optimizer**: what the update adds to the step. A rank that is done early updates its parameters while others still run
+#   backwards. Therefore a grey bar of the timeline may be longer than this part.
+# - **other**: what remains: splitting the batch, and whatever happened on this computer that none of the above explains.
 
 
 # %%
 def draw(axes, profile, title):
     parts = np.column_stack([profile.busy, profile.causes]).T / profile.seconds
-    names = ("busy", "fill and drain", "imbalance", "transfer", "dispatch", "optimizer")
-    colours = ("#0072B2", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#BBBBBB")
+    names = ("busy", "fill and drain", "imbalance", "transfer", "dispatch", "optimizer", "other")
+    colours = ("#0072B2", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#009E73", "#BBBBBB")
     left = np.zeros(4)
     for name, part, colour in zip(names, parts, colours, strict=True):
         axes.barh(range(4), 100 * part, left=left, color=colour, label=name)

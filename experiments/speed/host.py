@@ -20,8 +20,8 @@ import jaxpp
 from experiments.problems import Problem, mlp
 from experiments.speed.steps import optimizer
 from jaxpp.engine.engine import Engine, open_engine
+from jaxpp.lowering.plan import Instruction, Plan
 from jaxpp.options import Options
-from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.runtime.bind import compile_plan
 from jaxpp.runtime.execute import execute
 from jaxpp.schedule import Schedule

@@ -19,6 +19,7 @@ from experiments.speed.host import GrowthRow, HostRow, Lowering, grow, lowering,
 from experiments.speed.one_thread import OneThread, measure_one_thread
 from experiments.speed.problems import PROBLEMS, sizes_of
 from experiments.speed.steps import StepRow, measure_steps, prepare
+from experiments.speed.synchronous import Synchronous, measure_synchronous
 from experiments.speed.tables import in_markdown, in_text
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule import Schedule
@@ -26,7 +27,7 @@ from jaxpp.schedule import Schedule
 __all__ = ["PARTS", "SCHEDULES", "Config", "Result", "main", "run", "summary"]
 
 DESCRIPTION = "Time pipelined steps against plain ones, and say where the host's time goes."
-PARTS = ("steps", "host", "growth", "lowering", "one-thread")
+PARTS = ("steps", "host", "growth", "lowering", "one-thread", "synchronous")
 SCHEDULES = ("1f1b", "gpipe", "naive", "interleaved", "zb-h1", "zb-v")
 
 
@@ -35,7 +36,7 @@ class Config:
     """What is measured, and at which sizes. A size of 0 is the problem's own.
 
     Attributes:
-        parts: steps, host, growth, lowering, one-thread.
+        parts: steps, host, growth, lowering, one-thread, synchronous.
         problems: tiny, mlp2k, gpt-small, resnet; the first of them is also what the part host looks at.
         schedules: order of the actions; the first schedule of each problem is the one whose compile time is measured.
         microbatches: parts of the batch; several numbers are measured one after the other.
@@ -53,6 +54,9 @@ class Config:
         thread_steps: matrix products in the forward of a one-thread-wide stage.
         thread_rounds: rounds of the part one-thread.
         thread_microbatches: microbatches of the part one-thread.
+        synchronous_loops: matrix products in a layer of the part synchronous.
+        synchronous_rounds: rounds of the part synchronous.
+        synchronous_microbatches: microbatches of the part synchronous.
         markdown: print the tables as Markdown, for README.md.
         figure: file for the figure; its folder is made if there is none.
         no_figure: draw none.
@@ -77,6 +81,9 @@ class Config:
     thread_steps: int = 32768
     thread_rounds: int = 5
     thread_microbatches: int = 16
+    synchronous_loops: int = 60
+    synchronous_rounds: int = 15
+    synchronous_microbatches: int = 16
     markdown: Flag = False
     figure: Path = Path("experiments/speed/out/speed.png")
     no_figure: Flag = False
@@ -112,6 +119,7 @@ class Result(Findings):
         growth: a row for each pair of stages and microbatches.
         lowering: a row for each pair of stages and microbatches.
         one_thread: stages that are one thread wide.
+        synchronous: such stages where whoever calls a program runs it.
         figure: the file, if one was drawn.
     """
 
@@ -121,6 +129,7 @@ class Result(Findings):
     growth: tuple[GrowthRow, ...]
     lowering: tuple[Lowering, ...]
     one_thread: OneThread | None
+    synchronous: Synchronous | None
     figure: Path | None
 
 
@@ -145,6 +154,7 @@ def run(config: Config) -> Result:
         growth=tuple(grow(*pair, "1f1b", config.host_steps) for pair in growing),
         lowering=tuple(lowering(*pair, "1f1b") for pair in lowered),
         one_thread=_one_thread(config) if "one-thread" in parts else None,
+        synchronous=_synchronous(config) if "synchronous" in parts else None,
         figure=figure if steps else None,
     )
     if result.figure:
@@ -181,13 +191,18 @@ def _one_thread(config: Config) -> OneThread:
         return measure_one_thread(2, config.thread_microbatches, config.thread_steps, config.thread_rounds, bar)
 
 
+def _synchronous(config: Config) -> Synchronous:
+    with progress(total=config.synchronous_rounds, unit="round", desc="devices that run what they are called for") as bar:
+        return measure_synchronous(config.synchronous_microbatches, config.synchronous_loops, config.synchronous_rounds, bar)
+
+
 def summary(result: Result) -> str:
     """The result as tables: of text, or of Markdown to paste into README.md."""
     show: Any = in_markdown if result.config.markdown else in_text
     config = result.config
     name, count = config.pairs[0]
     head = f"{name}, {config.schedules[0]}, {count} microbatches"
-    return show(result.steps, (head, result.host), result.growth, result.lowering, result.one_thread)
+    return show(result.steps, (head, result.host), result.growth, result.lowering, result.one_thread, result.synchronous)
 
 
 def main() -> None:

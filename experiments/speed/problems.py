@@ -1,4 +1,4 @@
-"""The models that are timed, and stages that are one thread wide. The data are random, as only their shapes count here."""
+"""The models that are timed, and models that are one thread wide. The data are random, as only their shapes count here."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from experiments.memory.pairs import gpt
 from experiments.problems import Problem
 from experiments.remat.problems import PROBLEMS as KEYED
 
-__all__ = ["PROBLEMS", "Sizes", "one_thread", "sizes_of"]
+__all__ = ["PROBLEMS", "Sizes", "looped", "one_thread", "sizes_of"]
 
 
 class Sizes(NamedTuple):
@@ -99,5 +99,38 @@ def one_thread(num_stages: int, num_steps: int, width: int, batch: int) -> Probl
     def init(key: jax.Array) -> Any:
         keys = jax.random.split(key, num_stages)
         return {f"stage_{stage}": jnp.linalg.qr(jax.random.normal(keys[stage], (width, width)))[0] for stage in range(num_stages)}
+
+    return Problem(loss_fn, init, {name: rng.normal(size=(batch, width)).astype("float32") for name in ("x", "y")})
+
+
+def looped(num_layers: int, num_loops: int, width: int, batch: int) -> Problem:
+    """Layers that are loops of products by a trained matrix of their own, computed again for the backward.
+
+    A layer is ``jax.checkpoint`` of a ``lax.scan`` of ``x = tanh(x @ w)``, so a stage keeps little and computes much, in one
+    thread if XLA divides no product.
+
+    Args:
+        num_layers: layers in a row.
+        num_loops: products of a layer.
+        width: features.
+        batch: examples.
+    """
+    rng = np.random.default_rng(0)
+
+    @jax.checkpoint
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=num_loops)[0]
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for number in range(num_layers):
+            x = layer(x, params[f"layer_{number}"])
+        return ((x - batch["y"]) ** 2).mean()
+
+    def init(key: jax.Array) -> Any:
+        keys = jax.random.split(key, num_layers)
+        return {
+            f"layer_{number}": jnp.linalg.qr(jax.random.normal(keys[number], (width, width)))[0] for number in range(num_layers)
+        }
 
     return Problem(loss_fn, init, {name: rng.normal(size=(batch, width)).astype("float32") for name in ("x", "y")})

@@ -7,6 +7,7 @@ from experiments.results import columns
 from experiments.speed.host import GrowthRow, HostRow, Lowering
 from experiments.speed.one_thread import OneThread
 from experiments.speed.steps import StepRow
+from experiments.speed.synchronous import Synchronous
 
 __all__ = ["in_markdown", "in_text"]
 
@@ -24,22 +25,32 @@ Head = tuple[str, Sequence[HostRow]]
 
 
 def in_text(
-    steps: Sequence[StepRow], host: Head, growth: Sequence[GrowthRow], lowering: Sequence[Lowering], one: OneThread | None
+    steps: Sequence[StepRow],
+    host: Head,
+    growth: Sequence[GrowthRow],
+    lowering: Sequence[Lowering],
+    one: OneThread | None,
+    synchronous: Synchronous | None,
 ) -> str:
     """All that was measured, for the screen."""
     found = [
         "\n".join([f"{table.title}:", *columns(table.cells, left=range(table.words))])
-        for table in _tables(steps, host, growth, lowering, one)
+        for table in _tables(steps, host, growth, lowering, one, synchronous)
     ]
     return "\n\n".join(found)
 
 
 def in_markdown(
-    steps: Sequence[StepRow], host: Head, growth: Sequence[GrowthRow], lowering: Sequence[Lowering], one: OneThread | None
+    steps: Sequence[StepRow],
+    host: Head,
+    growth: Sequence[GrowthRow],
+    lowering: Sequence[Lowering],
+    one: OneThread | None,
+    synchronous: Synchronous | None,
 ) -> str:
     """All that was measured, to be pasted into README.md."""
     found = []
-    for table in _tables(steps, host, growth, lowering, one):
+    for table in _tables(steps, host, growth, lowering, one, synchronous):
         head, *rows = (f"| {' | '.join(cells)} |" for cells in table.cells)
         rule = "|" + "---|" * table.words + "---:|" * (len(table.cells[0]) - table.words)
         found.append("\n".join([f"{table.title}:", "", head, rule, *rows]))
@@ -47,7 +58,12 @@ def in_markdown(
 
 
 def _tables(
-    steps: Sequence[StepRow], host: Head, growth: Sequence[GrowthRow], lowering: Sequence[Lowering], one: OneThread | None
+    steps: Sequence[StepRow],
+    host: Head,
+    growth: Sequence[GrowthRow],
+    lowering: Sequence[Lowering],
+    one: OneThread | None,
+    synchronous: Synchronous | None,
 ) -> list[_Table]:
     found = []
     if steps:
@@ -60,6 +76,8 @@ def _tables(
         found.append(_lowering_table(lowering))
     if one is not None:
         found.append(_one_thread_table(one))
+    if synchronous is not None:
+        found.append(_synchronous_table(synchronous))
     return found
 
 
@@ -122,6 +140,18 @@ def _one_thread_table(one: OneThread) -> _Table:
             [name, f"{1e3 * seconds:.0f}", f"{one.cores[name]:.2f}", f"{one.faster[name]:.2f}", _span(one.quartiles[name]), formula]
         )
     return _Table(f"Stages that are one thread wide: {one.stages} stages, {one.microbatches} microbatches", cells, 1)
+
+
+def _synchronous_table(found: Synchronous) -> _Table:
+    *ways, last = found.rows[0].seconds
+    cells = [["schedule", *[f"{way}, ms (fastest)" for way in (*ways, last)]]]
+    cells[0] += [heading for way in ways for heading in (f"{way} / {last.split()[0]}", "quartiles")]
+    for row in found.rows:
+        taken = [f"{1e3 * row.seconds[way]:.0f} ({1e3 * row.least[way]:.0f})" for way in row.seconds]
+        ratios = [cell for way in ways for cell in (f"{row.ratio[way]:.2f}", _span(row.quartiles[way]))]
+        cells.append([f"{row.schedule}{'' if row.same_bits else ' (BITS DIFFER)'}", *taken, *ratios])
+    title = f"Devices that run a program in the thread that calls it: {found.stages} stages, {found.microbatches} microbatches"
+    return _Table(title, cells, 1)
 
 
 def _span(quartiles: tuple[float, float]) -> str:

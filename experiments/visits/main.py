@@ -129,6 +129,8 @@ def plan(config: Config, name: str, gpus: int) -> tuple[jaxpp.Pipeline, Params, 
         dropout=0.0,
         dtype="bfloat16",
         head=False,
+        attention="cudnn" if config.target else "flax",
+        scan=True,
     )
 
     def loss_fn(params: Params, tokens: Batch) -> jax.Array:
@@ -143,12 +145,13 @@ def plan(config: Config, name: str, gpus: int) -> tuple[jaxpp.Pipeline, Params, 
         num_stages=stages,
         num_microbatches=config.microbatches,
         schedule=order,
-        cuts=[f"h_{size.depth * k // stages}" for k in range(1, stages)],
+        cuts=[f"h[{size.depth * k // stages}]" for k in range(1, stages)],
         devices=jaxpp.target(config.target, gpus) if config.target else jax.devices()[:gpus],
         remat=jaxpp.Offload(recompute=True),
         host="params",
     )
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), int))["params"]
+    plain = model.clone(attention="flax")  # parameters are made where there is no cuDNN
+    shapes = jax.eval_shape(plain.init, jax.random.key(0), jnp.zeros((1, 8), int))["params"]
     return pipe, shapes, jax.ShapeDtypeStruct((config.microbatches * config.sequences, config.length + 1), "int32")
 
 

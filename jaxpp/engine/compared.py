@@ -12,8 +12,8 @@ import numpy as np
 from jaxpp.engine.layout import Placed
 from jaxpp.engine.outcome import LoweredStep
 from jaxpp.engine.tracing import raw_key
+from jaxpp.lowering.builder import Name
 from jaxpp.options import Options
-from jaxpp.plan.builder import Name
 from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.processes.texts import flags_text, listing, plain, versions_text
 from jaxpp.stages.cuts.cut_loss import CutLoss

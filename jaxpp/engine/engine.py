@@ -20,23 +20,24 @@ from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch
 from jaxpp.engine.tail import Tail
 from jaxpp.engine.tracing import check_key, raw_key, same_shapes, shapes_key
 from jaxpp.errors import StateError
+from jaxpp.lowering.builder import CALLER, Builder, Flow, LineList, Name, here
+from jaxpp.lowering.lower import INIT_KEY, add_gradients, add_wait, add_zero_gradients, forward_actions, lower, lower_init
+from jaxpp.lowering.passes.donate import donate, let_go
+from jaxpp.lowering.passes.flow import in_flow, with_previous
+from jaxpp.lowering.passes.offload import offload, without_needless
+from jaxpp.lowering.passes.transform import Pass, transform
+from jaxpp.lowering.passes.visits import early, visit
+from jaxpp.lowering.plan import Execution, Plan
+from jaxpp.lowering.step import COPIES, Leaves, Step, state_name, total_name
 from jaxpp.optim.update import Update, add_update, flat
 from jaxpp.options import Options
-from jaxpp.plan.builder import CALLER, Builder, Flow, LineList, Name, here
-from jaxpp.plan.lower import INIT_KEY, add_gradients, add_wait, add_zero_gradients, forward_actions, lower, lower_init
-from jaxpp.plan.passes.donate import donate, let_go
-from jaxpp.plan.passes.flow import in_flow, with_previous
-from jaxpp.plan.passes.offload import offload, without_needless
-from jaxpp.plan.passes.transform import Pass, transform
-from jaxpp.plan.passes.visits import early, visit
-from jaxpp.plan.plan import Execution, Plan
-from jaxpp.plan.step import COPIES, Leaves, Step, state_name, total_name
 from jaxpp.runtime.bind import Bound, bind_lines, compile_plan, report
 from jaxpp.runtime.compile import Programs, trace_context
 from jaxpp.runtime.debug_nans import NanCheck, flags
 from jaxpp.runtime.edges import HOST_MEMORY, at_replica, put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.runtime.execute import Observer, execute, hand_over, limit_of
 from jaxpp.runtime.interrupts import despite_ctrl_c
+from jaxpp.runtime.not_public import cudnn_of
 from jaxpp.runtime.place import Place, Placement
 from jaxpp.runtime.processes.channel import Agreement, agreement, transfers
 from jaxpp.runtime.processes.here import processes_of
@@ -216,11 +217,13 @@ class Engine:
         return leaves._replace(loss_scale=self.make_loss_scale())
 
     def before_last(self, leaves: Leaves[Array]) -> Leaves[Array]:
-        """The leaves of a state with the parameters of which the gradients of its next step are: with ``delay`` older ones."""
-        params = list(leaves.params)
+        """The leaves of a state with the parameters and the scale of the gradients of its next step: with ``delay`` older ones."""
+        params, scale, scaling = list(leaves.params), list(leaves.loss_scale), self.options.loss_scale
+        if scaling is not None:
+            scale[scaling.scale] = scale[scaling.by]
         for leaf, value in zip(self.placed.stale, leaves.previous, strict=True):
             params[leaf] = value
-        return leaves._replace(params=params)
+        return leaves._replace(params=params, loss_scale=scale)
 
     def distinct(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The leaves of a state after a step, with copies of those that are the arrays of the state before it."""
@@ -281,11 +284,12 @@ class Engine:
             flowing: what divides them for the next step to begin before they end.
         """
         placement, waiting = self.placement, self.options.waiting
+        hosts = [() if self.alone else tuple(processes_of([device]) for device in place.devices) for place in placement.places]
         passes: list[tuple[object, Pass | None]] = [
             (offloaded, partial(offload, offloaded=offloaded, order=self.options.schedule.order)),
             (told and not self.alone, partial(report, placement=placement, told=told)),
             (by_stage, early),
-            (waiting, partial(visit, places=placement.places, roles=waiting, stays=self.placed.numbers)),
+            (waiting, partial(visit, places=placement.places, hosts=hosts, roles=waiting, stays=self.placed.numbers)),
             (waiting, partial(let_go, gives=gives, delete=_delete)),
             (True, partial(bind_lines, placement=placement)),
             (True, without_needless),
@@ -344,7 +348,7 @@ class Engine:
         what = f"for a batch of {lowered.step.split.num_examples(self.placement.num_replicas)}"
         checked = NanCheck(lowered.step, scaled=self.options.loss_scale is not None) if any(flags()) else None
         options = {"leaves": self.placed.shapes_by_role, "watched": watched, "check": checked, "what": what}
-        options |= {"in_threads": self._in_threads(purpose, lowered.step)}
+        options |= {"in_threads": self.in_threads(purpose, lowered.step)}
         plan, bound = compile_plan(lowered.bound, self.programs, self.preparer.groups, **options)
         return plan, dataclasses.replace(lowered, bound=bound)
 
@@ -370,18 +374,19 @@ class Engine:
         self, purpose: Purpose, batch: Batch, key: Key | None, *, loss_fn: LossFn | None = None, donate: bool = True
     ) -> LoweredStep:
         """The lines of a step for a batch of these shapes; nothing is compiled for it."""
-        check_key(key)
+        check_key(key, loss_fn or self.options.loss_fn, 2 + self.options.has_state)
         train = purpose != "forward"
         if train and (other := self.at(batch)) is not self:
             return other.lower(purpose, batch, key, loss_fn=loss_fn, donate=donate)
         shape = loss_fn, shapes_key(batch, key)
         kept = self._shapes.find(shape)
-        schedule, fused = self.options.schedule, train and self.options.fuse and not any(flags())
+        schedule, fused = self.options.schedule, train and self.options.fuses and not any(flags())
         if kept is None or (train, fused) not in kept.steps:
-            step = self.preparer.step(batch, key, loss_fn=loss_fn, train=train)
-            forwards = forward_actions(schedule.num_stages, len(step.sizes), visits=step.visits)
-            actions = schedule.order if train else forwards
-            made = step, lower(step, actions, pairs=schedule.pairs if fused else {})
+            with cudnn_of(self.options.devices):
+                step = self.preparer.step(batch, key, loss_fn=loss_fn, train=train)
+                forwards = forward_actions(schedule.num_stages, len(step.sizes), visits=step.visits)
+                actions = schedule.order if train else forwards
+                made = step, lower(step, actions, pairs=schedule.pairs if fused else {})
             kept = self._keep(shape, lambda kept: kept.steps.update({(train, fused): made}))
         step, lines = kept.steps[train, fused]
         builder = lines.copy()
@@ -390,7 +395,8 @@ class Engine:
         inputs = [*given.flat(), *step.given, *([] if key is None else [Name(CALLER, Ref(Role.KEY))])]
         donate = donate and purpose == "update" and not any(flags()) and not calls_host(self.update.graph.eqns)
         gives = given._replace(model_state=(), loss_scale=()).flat() if donate else []
-        flows = donate and self.options.delay and not (step.calls_host or self.options.offloaded or self._limit is not None)
+        ends = step.calls_host or self.options.offloaded or self._limit is not None or not self.alone
+        flows = donate and self.options.delay and not ends
         draft = builder.finish(inputs, results)
         bound = self.bind(
             draft,
@@ -466,15 +472,16 @@ class Engine:
             plan, lowered = self.plan(purpose, batch, key, loss_fn=loss_fn, donate=donate, watched=watched)
             arguments = self._arguments(lowered, purpose, leaves, batch, key)
             outcome = lowered.outcome(execute(plan, arguments, observer, hold, self._threads_of(plan)))
-            if donate and self.options.waiting:
-                _let_go(leaves, outcome.state)
-            return outcome
-        plan, lowered, agreed = self._agreed_plan(purpose, batch, key, loss_fn, donate=donate, watched=watched)
-        names = self.preparer.groups.names
-        about = f"for task {', '.join(map(repr, names if len(set(names)) > 1 else names[:1]))} " if names else ""
-        arguments = agreed.again(lambda: self._arguments(lowered, purpose, leaves, batch, key), about)
-        with transfers(call_of(purpose, is_loss=self.options.is_loss)):
-            return lowered.outcome(execute(plan, arguments, observer, hold))
+        else:
+            plan, lowered, agreed = self._agreed_plan(purpose, batch, key, loss_fn, donate=donate, watched=watched)
+            names = self.preparer.groups.names
+            about = f"for task {', '.join(map(repr, names if len(set(names)) > 1 else names[:1]))} " if names else ""
+            arguments = agreed.again(lambda: self._arguments(lowered, purpose, leaves, batch, key), about)
+            with transfers(call_of(purpose, is_loss=self.options.is_loss)):
+                outcome = lowered.outcome(execute(plan, arguments, observer, hold))
+        if donate and self.options.waiting:
+            _let_go(leaves, outcome.state)
+        return outcome
 
     def step(
         self,
@@ -535,7 +542,7 @@ class Engine:
     def _threads_of(self, plan: Plan) -> Threads | None:
         return self.threads if plan.turns else None
 
-    def _in_threads(self, purpose: Purpose, step: Step) -> bool:
+    def in_threads(self, purpose: Purpose, step: Step) -> bool:
         """Whether a thread for each rank hands over a step: not where the host looks at values, or processes count transfers."""
         looked_at = any(flags()) or step.calls_host or (purpose == "update" and calls_host(self.update.graph.eqns))
         if self.options.threads == "one" or looked_at or not self.alone:
@@ -576,7 +583,8 @@ def open_engine(
     if known is not None and same_shapes(known.layout.given, variables) and known.opened_at == shapes:
         return known
     programs = Programs() if known is None else known.programs
-    layout, microbatch, first = lay_out(options, optimizer, variables, batch, key, programs, like)
+    with cudnn_of(options.devices):
+        layout, microbatch, first = lay_out(options, optimizer, variables, batch, key, programs, like)
     placed = place_leaves(options, layout, first)
     preparer = Preparer(options, layout, placed.placement, first, microbatch, key)
     engine = Engine(options, optimizer, placed, preparer, programs, shapes)

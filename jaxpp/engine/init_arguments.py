@@ -13,10 +13,10 @@ from jaxpp.engine.engine import Engine
 from jaxpp.engine.state import State
 from jaxpp.engine.tracing import check_key
 from jaxpp.errors import ArgumentError, InitError
+from jaxpp.lowering.builder import Name
+from jaxpp.lowering.lower import trace_init
+from jaxpp.lowering.step import Leaves
 from jaxpp.options import Options
-from jaxpp.plan.builder import Name
-from jaxpp.plan.lower import trace_init
-from jaxpp.plan.step import Leaves
 from jaxpp.runtime.edges import put
 from jaxpp.runtime.processes.channel import agreement
 from jaxpp.stages.axes import RankAxes
@@ -49,7 +49,8 @@ class InitArguments(NamedTuple):
         try:
             return trace_init(self.made, self.key, axes)[1]
         except Exception as error:
-            if isinstance(error, TypeError) and "required positional argument" in str(error) and not _required(self.made):
+            unsaid = not (_inputs_of(self.made) if _is_of_model(self.made) else _required(self.made))
+            if isinstance(error, TypeError) and "required positional argument" in str(error) and unsaid:
                 line = _line(self.made, _guess(self.batch))
                 error.add_note(f"jaxpp: {self.where} calls its function with the key alone; if it takes inputs too, pass {line}")
             if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(self.made)):
@@ -80,6 +81,7 @@ def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> InitAr
         anew = f"{where}({'(state.params, state.model_state)' if init_or_params.held[2] else 'state.params'}, batch)"
         fix = f"continue with pipe.step(state, ...), in a new pipeline after pipe.abstract_state(...); or begin anew with {anew}"
         raise ArgumentError(where, rule, f"a jaxpp.State, step={init_or_params.step}", fix)
+    refuse_containers(where, init_or_params, first_of(args[-1]) if args else None)
     kinds = [_kind(value) for value in (init_or_params, *args)]
     if len(args) == 1 and {_FUNCTION, _KEY}.isdisjoint(kinds):
         return InitArguments(init_or_params, args[0], where=where)
@@ -87,7 +89,32 @@ def read_given(where: str, init_or_params: Tree, args: Sequence[Tree]) -> InitAr
         check_key(args[0])
         made, line = with_inputs(where, init_or_params, first_of(args[1]))
         return InitArguments(made, args[1], args[0], where, line)
+    first = "init_fn, key" if kinds[:2] == [_FUNCTION, _KEY] else "params"
+    batches = kinds[2 if first != "params" else 1 :]
+    if len(batches) > 1 and {_FUNCTION, _KEY, "None"}.isdisjoint(batches + kinds[:1] * (first == "params")):
+        fix = f"put the inputs and the labels into one batch, which the loss takes as one argument: {where}({first}, (x, y))"
+        raise _wrong_init(where, ", ".join(kinds), fix)
     raise _wrong_init(where, ", ".join(kinds))
+
+
+def refuse_containers(where: str, given: Tree, batch: Batch) -> None:
+    """Refuse what holds the parameters, or makes them by a method: a state of training, as Flax has it, and a model."""
+    name = where.rpartition(".")[2]
+    if hasattr(given, "opt_state") and hasattr(given, "params"):
+        rule = f"{name} takes parameters; the optimizer is given to jaxpp.Pipeline, which makes its state anew"
+        raise ArgumentError(where, rule, f"a {type(given).__name__}, with params and opt_state", "pass state.params in its place")
+    has_arrays = any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(given))
+    if callable(getattr(given, "init", None)) and callable(getattr(given, "apply", None)) and not has_arrays:
+        rule = f"{name} takes the function that makes the parameters, or the parameters, and not the model"
+        got = f"a model, {getattr(given, '__name__', None) or type(given).__name__}"
+        raise ArgumentError(where, rule, got, f"pass lambda key: model.init(key, {_guess(batch)}) in its place")
+
+
+def check_order(where: str, made: Tree, batch: Batch, key: Key | None) -> None:
+    """Refuse the order of ``init``, with the key before the batch, where the key comes last."""
+    if key is not None and _may_be_key(batch) and not _may_be_key(key):
+        rule, kinds = f"{where.rpartition('.')[2]} takes the batch before the key", ", ".join(map(_kind, (made, batch, key)))
+        raise ArgumentError(where, rule, kinds, f"call {where}(..., init_fn, batch, key), or leave the key out")
 
 
 def with_inputs(where: str, init: Tree, batch: Batch) -> tuple[Tree, str]:
@@ -229,7 +256,9 @@ def _may_be_key(value: Tree) -> bool:
     return value.shape == () if typed else value.dtype == jnp.uint32 and len(value.shape) == 1
 
 
-def _wrong_init(where: str, got: str) -> ArgumentError:
+def _wrong_init(where: str, got: str, fix: str = "") -> ArgumentError:
     pair = ", with has_state=True a pair (params, model_state)" * where.startswith("pipe.")
     rule = f"{where.rpartition('.')[2]} takes a function, a key and a batch, or parameters and a batch, in this order"
-    return ArgumentError(where, rule, got, f"call {where}(init_fn, jax.random.key(0), batch) or {where}(params, batch){pair}")
+    return ArgumentError(
+        where, rule, got, fix or f"call {where}(init_fn, jax.random.key(0), batch) or {where}(params, batch){pair}"
+    )

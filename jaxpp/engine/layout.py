@@ -22,12 +22,12 @@ from jaxpp.engine.lru import LRU
 from jaxpp.engine.sharding_rules import check_even, fits, num_parts, over_both, over_model, specs_of
 from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
 from jaxpp.errors import ArgumentError, BatchError, warn
+from jaxpp.lowering.builder import CALLER, Constant, Name, waiting
+from jaxpp.lowering.microbatch_weights import given_weights, weigh
+from jaxpp.lowering.step import WHOLE, Leaves, StateLeaf, Step, given_names
 from jaxpp.optim.owners import TracedOptimizer, untrained_leaves
 from jaxpp.optim.update import Update, plan_update
 from jaxpp.options import Options
-from jaxpp.plan.builder import CALLER, Constant, Name, waiting
-from jaxpp.plan.microbatch_weights import given_weights, weigh
-from jaxpp.plan.step import WHOLE, Leaves, StateLeaf, Step, given_names
 from jaxpp.runtime.compile import Programs, trace_context
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
 from jaxpp.runtime.place import Placement, undivided_warnings
@@ -46,7 +46,7 @@ from jaxpp.stages.cuts.by_step import Lengths, Links, PerStage, balance_step, st
 from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy, with_copies
 from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.floating import frozen_by_type
-from jaxpp.stages.jaxpr import describe, shapes_of
+from jaxpp.stages.jaxpr import calls_host, describe, shapes_of
 from jaxpp.stages.layers import rows_between, slices_between, stacked_axes
 from jaxpp.stages.loss.aux import Reducer, check_aux
 from jaxpp.stages.loss.microbatch import (
@@ -177,7 +177,7 @@ def lay_out(
     The optimizer decides which gradients are wanted and which leaves may be slices. With ``balance="memory"``, the better of that
     cut and of the cut for the shortest step is taken. Where a loop over layers is cut, there are more parameter leaves than given.
     """
-    check_key(key)
+    check_key(key, options.loss_fn, 2 + options.has_state)
     if options.is_loss:
         check_trainable(jax.tree_util.tree_leaves_with_path(variables[0]), allow_int=options.allow_int)
     else:
@@ -190,8 +190,8 @@ def lay_out(
         frozen |= traced.unread
     tracing, schedule = Tracing(options, frozen), options.schedule
     tracing.check_key_taken(options.loss_fn, key)
-    check_shared(first_of(batch), options.shared)
-    size, first_part = _split_of(options, batch, train=options.is_loss).sizes[0], first_of(batch)
+    check_shared(first_of(batch), options.broadcast)
+    size, first_part = split_of(options, batch, train=options.is_loss).sizes[0], first_of(batch)
     microbatch = resized(batch_avals(first_part), size, tracing.shared(first_part))
     layered = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
     rows = _by_row(given[1:], layered.stacked_state)
@@ -320,6 +320,9 @@ class _Layouts:
             fix = "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...]"
             check_even(specs, loss, widths, fix)
         yield options.devices_warning
+        eqns = loss.graph.eqns if self.optimizer is None else (*loss.graph.eqns, *self.optimizer.eqns)
+        opt = () if self.optimizer is None else self.optimizer.shapes
+        yield from options.idle(calls_host=calls_host(eqns), waits=not all(map(_stays, opt)), divides=loss.graph.sharded)
         if not loss.graph.sharded:
             divided_on = {stage for spec, stages in zip(specs, readers, strict=True) if any(spec) for stage in stages}
             yield from undivided_warnings(placement, divided_on, by_list=options.by_list)
@@ -483,15 +486,15 @@ def speed_up(schedule: Schedule, placement: Placement, cut: CutLoss) -> float:
     return float(work @ np.asarray(placement.speeds)) / longest if longest else 0.0
 
 
-def _split_of(options: Options, batch: Batch, *, train: bool) -> Split:
+def split_of(options: Options, batch: Batch, *, train: bool) -> Split:
     """How a batch is divided; for a step so that each replica's microbatches have as many examples as another's."""
     counts = options.schedule.num_microbatches, options.placement.num_replicas
     if isinstance(batch, Microbatches):
-        own = {"shared": options.shared, "ragged": batch.weights is not None and counts[1] == 1}
+        own = {"shared": options.broadcast, "ragged": batch.weights is not None and counts[1] == 1}
         return Split(tuple(check_batch(part, 1, counts[1], called=f"microbatch {i}", **own) for i, part in enumerate(batch)))
     if not train:
-        return split_any(check_batch(batch, 1, shared=options.shared), *counts)
-    return Split(sizes(check_batch(batch, *counts, options.shared), counts[0]))
+        return split_any(check_batch(batch, 1, shared=options.broadcast), *counts)
+    return Split(sizes(check_batch(batch, *counts, options.broadcast), counts[0]))
 
 
 @dataclass(frozen=True)
@@ -523,12 +526,8 @@ class Placed:
 
     @cached_property
     def numbers(self) -> frozenset[tuple[Role, int]]:
-        """The leaves that are single numbers, or keys, by role and index: these are always on devices."""
-
-        def stays(aval: Aval) -> bool:
-            return math.prod(aval.shape) <= 1 or jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-
-        return frozenset((leaf.role, leaf.index) for leaf in self.leaves.flat() if stays(leaf.aval))
+        """The leaves that are single numbers, or keys, or a bank's, by role and index: in a step these are always on devices."""
+        return frozenset((leaf.role, leaf.index) for leaf in self.leaves.flat() if leaf.own or _stays(leaf.aval))
 
     @cached_property
     def names_on_devices(self) -> Leaves[Name]:
@@ -556,11 +555,20 @@ class Placed:
         return self.names.map(lambda name: self.placement[name.stage].home(name.ref))
 
 
+def _stays(aval: Aval) -> bool:
+    """Whether a leaf is too small to wait in host memory, or a key."""
+    return math.prod(aval.shape) <= 1 or jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
 def place_leaves(options: Options, layout: Layout, first: CutLoss) -> Placed:
     """Say where every leaf of a state lives, and give each of the equations of the optimizer to a stage."""
     scaling, loss_stage, leaves = options.loss_scale, len(first.stages) - 1, layout.leaves
     scales = () if scaling is None else shapes_of(scaling.init())
-    leaves = leaves._replace(loss_scale=[StateLeaf(Role.LOSS_SCALE, k, aval, loss_stage) for k, aval in enumerate(scales)])
+    scale = [
+        StateLeaf(Role.LOSS_SCALE, k, aval, loss_stage, changes=scaling is not None and not (scaling.is_late and k == scaling.by))
+        for k, aval in enumerate(scales)
+    ]
+    leaves = leaves._replace(loss_scale=scale)
     if layout.optimizer is None:
         return Placed(layout, leaves, options.placement, None, options.waiting)
     (loss,) = shapes_of(first.loss.graph.outputs[:1])
@@ -636,7 +644,7 @@ class Preparer:
         options, shared = self.options, self.tracing.shared(batch)
         if isinstance(batch, Microbatches):
             return False
-        parts = [resized(batch_avals(batch), size, shared) for size in dict.fromkeys(_split_of(options, batch, train=True).sizes)]
+        parts = [resized(batch_avals(batch), size, shared) for size in dict.fromkeys(split_of(options, batch, train=True).sizes)]
         losses = [(self.cut_for(options.loss_fn, part, key, train=True).loss, part) for part in parts]
         return all(self.tracing.merge(loss, options.loss_fn, self.layout.variables, part, key).whole for loss, part in losses)
 
@@ -655,7 +663,7 @@ class Preparer:
         options, layout, replicas = self.options, self.layout, self.placement.num_replicas
         chosen = loss_fn or options.loss_fn
         self.tracing.check_key_taken(chosen, key)
-        split, shared = _split_of(options, batch, train=train), self.tracing.shared(first_of(batch))
+        split, shared = split_of(options, batch, train=train), self.tracing.shared(first_of(batch))
         batch, one_by_one = batch_avals(batch), isinstance(batch, Microbatches)
         whole = batch if isinstance(batch, Microbatches) else [resized(batch, sum(split.sizes), shared)] * len(split.sizes)
         parts = [resized(part, size, shared) for part, size in zip(whole, split.sizes, strict=True)]

@@ -97,7 +97,9 @@ def stage_costs(options: Options, cut: CutLoss, programs: Programs) -> StepCosts
         transfer = [send + byte * size for send, byte, size in moved]
         actions = {kind: tuple(times.get(kind, none)) for kind in (Kind.F, Kind.I, Kind.W)}
         return StepCosts(actions, transfer=tuple(transfer), residuals=kept)
-    actions = {kind: tuple(code.costs[kind.value] for code in cut.stages) for kind in (Kind.F, Kind.I, Kind.W)}
+    rates = rates_of(options.devices[0])
+    costs = [code.costs if rates == code.rates else code.costs_at(rates) for code in cut.stages]
+    actions = {kind: tuple(each[kind.value] for each in costs) for kind in (Kind.F, Kind.I, Kind.W)}
     sends = zip(links_of(options.placement).per_byte, boundary_bytes(cut), strict=True)
     return StepCosts(actions, transfer=tuple(seconds * size for seconds, size in sends), residuals=kept)
 

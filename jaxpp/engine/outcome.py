@@ -10,8 +10,8 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import jax
 
 from jaxpp.errors import BatchError
-from jaxpp.plan.builder import Name
-from jaxpp.plan.step import Leaves, Step, total_name
+from jaxpp.lowering.builder import Name
+from jaxpp.lowering.step import Leaves, Step, total_name
 from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.edges import unaliased
 from jaxpp.runtime.processes.here import LocalRows, local

@@ -79,7 +79,7 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes, *, evenly: bool = 
     else:
         by_path = dict(_by_path(shardings)) if isinstance(shardings, Mapping) else {}
         flat = jax.tree.leaves(shardings, is_leaf=_is_rule)
-        if by_path and all(map(_is_rule, by_path.values())):
+        if isinstance(shardings, Mapping) and all(map(_is_rule, by_path.values())):  # without any, nothing is sharded
             specs = _matched(by_path.items(), places, _is_named)
         elif len(flat) in (len(leaves), len(places)) and all(map(_is_rule, flat)):
             if len(flat) > len(leaves):

@@ -19,7 +19,7 @@ from jaxpp.engine.tail import Rest, Tail
 from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import CutError, ParamsError, StateError, shown
 from jaxpp.errors.checks import refuse_tracers
-from jaxpp.plan.step import COPIES, Leaves
+from jaxpp.lowering.step import COPIES, Leaves
 from jaxpp.runtime.edges import HOST_MEMORY, join_slices, joined_home, put, split_slices, to_homes
 from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.processes.trees import are_across, slices_of, stand_in_for
@@ -93,7 +93,8 @@ class _Previous(_Part):
         )
 
 
-_PARTS = ("params", "opt_state", "model_state", "loss_scale", *COPIES)
+_LATE = ("previous_scale", *COPIES)  # the parts that a state may lack: what was before the last step
+_PARTS = ("params", "opt_state", "model_state", "loss_scale", *_LATE)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -117,6 +118,8 @@ class State(_OfStep):
         previous: with ``delay=1``, the parameters before the last step, of which the next step's gradients are; a tree like
             ``params``. What no step changes is held once: it is the array of ``params``, and no leaf of the state besides, which
             has None there. ``()`` without ``delay``.
+        previous_scale: with ``delay=1`` and a loss scale, the scale before the last step, from which the next step's backwards
+            start; ``()`` without.
     """
 
     params: Params = _Part()
@@ -124,6 +127,7 @@ class State(_OfStep):
     model_state: Tree = _Part(())
     loss_scale: Tree = _Part(())
     step: int = 0
+    previous_scale: Tree = _Part(())
     previous: Params = _Previous(())
 
     def __post_init__(self):
@@ -131,7 +135,7 @@ class State(_OfStep):
 
     @property
     def held(self) -> tuple[Tree, ...]:
-        """Parameters, optimizer state, model state, loss scale, previous parameters as they are held, with slices: for tools."""
+        """Parameters, optimizer state, model state, loss scale, and the last two as they were, as held, with slices: for tools."""
         return tuple(self._kept(name) for name in _PARTS)
 
     def replace(self, **parts: Tree) -> "State":
@@ -163,8 +167,8 @@ def _of_parts(parts: Sequence[Tree], step: int | None = 0) -> State:
 
 
 def _names(state: State) -> tuple[str, ...]:
-    """The parts of a state as a tree, of which it may lack copies of parameters: without ``delay`` there is no ``previous``."""
-    return tuple(each.name for each in fields(state) if each.name not in COPIES or not _is_nothing(state._kept(each.name)))
+    """The parts of a state as a tree, of which it may lack what was before the last step: there is none without ``delay``."""
+    return tuple(each.name for each in fields(state) if each.name not in _LATE or not _is_nothing(state._kept(each.name)))
 
 
 def _whole(state: State, name: str) -> Tree:
@@ -209,11 +213,11 @@ def _make_serializable() -> None:
 
     def read(state: State, parts: dict[str, Tree]) -> State:
         names = _names(state)
-        if not parts.keys() ^ set(names) <= {"previous"}:
+        if not parts.keys() ^ set(names) <= set(_LATE):
             raise ValueError(f"a State has the parts {', '.join(names)}, not {', '.join(map(str, parts))}")
         common = [name for name in names if name in parts]
         restored = {name: serialization.from_state_dict(_whole(state, name), parts[name], name=name) for name in common}
-        return state.replace(**{"previous": (), **restored})
+        return state.replace(**{**dict.fromkeys(_LATE, ()), **restored})
 
     serialization.register_serialization_state(State, write, read)
 
@@ -252,7 +256,7 @@ class Metrics(_OfStep, Mapping[str, Tree]):
     loss: Array
     aux: Tree = ()
     grad_norm: Float[Array, ""] | None = cast("None", _Later())  # noqa: RUF009
-    finite: Bool[Array, ""] | None = None
+    finite: Bool[Array, ""] | None = cast("None", _Later())  # noqa: RUF009
     step: int | None = None
     squares: Mapping[int, Float[Array, ""]] = cast("dict[int, Array]", _Later(dict))
 
@@ -478,10 +482,12 @@ class States:
         return self._groups.fill(placed)
 
     def _fitted(self, state: State) -> State:
-        """The state with the previous parameters that this pipeline keeps, so that checkpoints cross between all ``delay``s.
+        """The state with the previous parameters and scale that this pipeline keeps: checkpoints cross between all ``delay``s.
 
-        Those that the state lacks are its parameters, as in a first state; those that are not kept here are left out.
+        Those that the state lacks are its newest, as in a first state; those that are not kept here are left out.
         """
+        if (lacks := _is_nothing(state.previous_scale)) != _is_nothing(self._abstract.previous_scale):
+            state = state.replace(previous_scale=getattr(state.loss_scale, "scale", ()) if lacks else ())
         params, *_, previous = state.held
         (news, tree), wanted = _leaves(params), self._abstract.held[-1]
         none = tree.unflatten([None] * len(news))
@@ -529,9 +535,10 @@ def states_of(engine: Engine, *, own: bool = True) -> States:
     copied = [{leaf.index for leaf in getattr(placed.leaves, group)} for group in COPIES]
     held = [[leaf if leaf in there else None for leaf in range(params.num_leaves)] for there in copied]
     copies = [jax.tree.structure(params.unflatten(each) if there else ()) for each, there in zip(held, copied, strict=True)]
+    late = jax.tree.structure(0 if scaling is not None and scaling.is_late else ())
     if own:
-        return States((params, opt_state, model_state, scale, *copies), placed.shapes, placed.homes)
-    trees = params.children()[0], opt_state.children()[0], model_state, scale, *copies
+        return States((params, opt_state, model_state, scale, late, *copies), placed.shapes, placed.homes)
+    trees = params.children()[0], opt_state.children()[0], model_state, scale, late, *copies
     return States(trees, placed.shapes.shared, placed.homes.shared)
 
 

@@ -6,7 +6,8 @@ over, once; the others wait for that at its lock.
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import cast
 
 import jax
@@ -14,11 +15,11 @@ import jax
 from jaxpp.engine.outcome import LoweredStep, Outcome
 from jaxpp.errors import StateError
 from jaxpp.errors.user_mesh import set_aside
-from jaxpp.plan.builder import Flow
-from jaxpp.plan.plan import Execution
+from jaxpp.lowering.builder import Flow
+from jaxpp.lowering.plan import Execution
 from jaxpp.runtime.execute import Observer, hand_over
 from jaxpp.runtime.interrupts import held
-from jaxpp.runtime.threads import Threads
+from jaxpp.runtime.threads import Threads, in_lane
 from jaxpp.types import Array, Tree
 
 
@@ -35,7 +36,7 @@ class Tail:
         self.first = lowered.outcome(cast("list[Array]", values))  # what the body has made; None for the rest
         for slot in run.plan.of_body:
             run.slots[slot] = None
-        self.lock = threading.RLock()  # held while the rest is handed over, and while anybody takes what it has made
+        self._lock = threading.RLock()  # held while the rest is handed over, and while anybody takes what it has made
         self._outcome: Outcome[Array] | None = None
         self._failed: BaseException | None = None
         self.then = list[Callable[[Outcome[Array]], None]]()  # called once with what the step returns
@@ -50,9 +51,22 @@ class Tail:
         """Whether it has been handed over, or has failed."""
         return self.failed or self._outcome is not None
 
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """A block in which no other thread hands the rest over or takes what it has made. Ctrl-C waits, as in an update."""
+        with held():  # before the lock is taken, or it might stay taken
+            waits = not in_lane()  # for whose thread somebody may wait with the lock: a user's ``__del__`` can run there
+            if not self._lock.acquire(blocking=waits):
+                rule, fix = "it can be looked at when its step has been handed over", "look at it outside of __del__ and weakrefs"
+                raise StateError("state", rule, "a look from a thread that is handing over instructions", fix)
+            try:
+                yield
+            finally:
+                self._lock.release()
+
     def outcome(self, observer: Observer | None = None) -> Outcome[Array]:
         """What the step returns, handed over now unless that was done."""
-        with held(), self.lock:  # Ctrl-C waits, as in an update
+        with self.looking():
             self._check()
             if self._outcome is not None:
                 return self._outcome
@@ -64,7 +78,7 @@ class Tail:
 
         If somebody has looked meanwhile, the lines of the body are all that is left to do.
         """
-        with self.lock:
+        with self.looking():
             self._check()
             parts = (((self._run if of_tail else run), count) for of_tail, count in self.flow.then(flow))
             threads = self._threads if run.plan.turns else None  # a plan of another batch shape may have one lane
@@ -129,7 +143,7 @@ class Rest:
     def values(self) -> Mapping[str, Tree]:
         """The values; the rest of the step is handed over for them if that is left to do."""
         if (tail := self.tail) is not None:
-            with tail.lock:
+            with tail.looking():
                 outcome = tail.outcome()
                 if self.tail is not None:
                     self._take(outcome)

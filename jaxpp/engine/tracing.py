@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxpp.errors import ArgumentError, JaxppError, LossError, shown
 from jaxpp.options import Options
 from jaxpp.runtime.compile import trace_context
+from jaxpp.runtime.not_public import cudnn_of
 from jaxpp.runtime.place import axes_in
 from jaxpp.stages.axes import ONE_DEVICE, RankAxes
 from jaxpp.stages.cuts.balance import Cuts
@@ -18,20 +19,31 @@ from jaxpp.stages.cuts.cut_loss import CutLoss, cut
 from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.graph import ancestors
 from jaxpp.stages.jaxpr import aval_of, describe
-from jaxpp.stages.loss.aux import Reducer, reducers_of
+from jaxpp.stages.loss.aux import Reducer, reducers_of, reducing
 from jaxpp.stages.loss.example_axis import (
     Count,
     Examples,
     Incomparable,
     MicrobatchWarning,
     advice,
+    changed,
     factor_of,
     follow,
+    impure,
     judge,
     unexamined,
 )
-from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, is_ragged, num_examples, resized, scale_dtype, shared_leaves
-from jaxpp.stages.loss.rng_key import KeyArgument, key_argument, name_of
+from jaxpp.stages.loss.microbatch import (
+    Microbatches,
+    batch_avals,
+    is_ragged,
+    listed_examples,
+    num_examples,
+    resized,
+    scale_dtype,
+    shared_leaves,
+)
+from jaxpp.stages.loss.rng_key import KeyArgument, in_place_of_key, key_argument, name_of
 from jaxpp.stages.loss.traced_loss import TracedLoss, in_order_of, trace_loss, unfit
 from jaxpp.stages.stage import ProgramOptions
 from jaxpp.types import Batch, Key, Leaf, LossFn, Tree
@@ -73,24 +85,34 @@ def _shape_of(leaf: Any) -> Hashable:
     return aval.shape, aval.dtype, aval.weak_type
 
 
-def check_key(key: Any) -> None:
-    """Refuse what is no PRNG key, or several: one key, typed or raw, or its shape, or None."""
+def check_key(key: Any, loss_fn: LossFn | None = None, before: int = 2) -> None:
+    """Refuse what is no PRNG key, or several: one key, typed or raw, or its shape, or None; for a loss that takes it as given."""
     if key is None:
         return
-    rule, fix = "a key is an array made by jax.random.key", "pass jax.random.key(seed)"
-    if not (hasattr(key, "dtype") and hasattr(key, "shape")):
-        raise ArgumentError("key", rule, f"{type(key).__name__} {shown(key)}", fix)
-    if (why := unfit(key)) is not None:
-        raise ArgumentError("key", rule, why.what, fix)
-    found = key
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        try:  # a raw key has the shape and the type of JAX's default
-            found = jax.eval_shape(jax.random.wrap_key_data, jax.ShapeDtypeStruct(key.shape, key.dtype))
-        except TypeError:
-            raise ArgumentError("key", rule, describe(key), fix) from None
-    if found.shape:
+    fix = "pass jax.random.key(seed)"
+    if (wrong := _why_no_key(key)) is not None:
+        fix += "; if it belongs to the batch, pass both as one tree, (x, y)" * (loss_fn is not None and hasattr(key, "shape"))
+        rule = "a key is an array made by jax.random.key"
+        in_place = None if loss_fn is None else in_place_of_key(loss_fn, before)
+        raise ArgumentError("key", *([rule, wrong, fix] if in_place is None else [in_place[0], wrong, in_place[1]]))
+    is_raw = not jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if len(key.shape) > is_raw:
         rule = "a key is one key, from which those of microbatches, batches and sequences are folded"
         raise ArgumentError("key", rule, describe(key), fix)
+
+
+def _why_no_key(key: Key) -> str | None:
+    """What is given in place of a key or of several, raw or typed; None if that is what it is."""
+    if not (hasattr(key, "dtype") and hasattr(key, "shape")):
+        return f"{type(key).__name__} {shown(key)}"
+    if (why := unfit(key)) is not None:
+        return why.what
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        try:  # a raw key has the shape and the type of JAX's default
+            jax.eval_shape(jax.random.wrap_key_data, jax.ShapeDtypeStruct(key.shape, key.dtype))
+        except TypeError:
+            return describe(key)
+    return None
 
 
 def raw_key(key: Key) -> jax.Array:
@@ -116,7 +138,8 @@ class Tracing:
         if found.sure or found.name:
             return found.sure and found.name is not None
         try:
-            self.options.axes.shapes(self.options.loss_fn, *variables, batch, jax.random.key(0))
+            with cudnn_of(self.options.devices):
+                self.options.axes.shapes(self.options.loss_fn, *variables, batch, jax.random.key(0))
         except Exception as error:  # noqa: BLE001  (whatever else is wrong is said when it is traced)
             return not isinstance(error, TypeError)
         return True
@@ -127,8 +150,8 @@ class Tracing:
 
     def check_key_taken(self, loss_fn: LossFn, key: Key | None) -> None:
         """Refuse what is no key, a key for a loss, or another function, that takes none, and no key for one that needs it."""
-        check_key(key)
         found, noun = self._key_argument(loss_fn), "loss" if self.options.is_loss else "function"
+        check_key(key, loss_fn, 2 + self.options.has_state)
         if key is not None and found.sure and found.name is None:
             rule, fix = f"a key is for a {noun} that takes one", f"leave it out, or give the {noun} one more parameter"
             raise ArgumentError("key", rule, f"a key, and {name_of(loss_fn)}", fix)
@@ -139,7 +162,7 @@ class Tracing:
 
     def shared(self, batch: Batch) -> frozenset[int]:
         """The batch leaves that every microbatch gets whole."""
-        return shared_leaves(batch, self.options.shared)
+        return shared_leaves(batch, self.options.broadcast)
 
     def trace(
         self,
@@ -160,10 +183,18 @@ class Tracing:
         params, *state = variables
         train = self.options.is_loss if train is None else train
         has_aux = self.options.has_aux if loss_fn == self.options.loss_fn else None
-        loss_fn = loss_fn if raised is None else _noting(loss_fn, raised)
+        called = loss_fn if raised is None else _noting(loss_fn, raised)
         options = {"has_aux": has_aux, "differentiable": train, "frozen": self.frozen, "per_layer": per_layer}
         options |= {"shared": self.shared(microbatch), "is_loss": self.options.is_loss, "axes": axes or self.options.axes}
-        traced = trace_loss(loss_fn, params, microbatch, key, model_state=state[0] if state else None, **options)
+        try:
+            with cudnn_of(self.options.devices):
+                traced = trace_loss(called, params, microbatch, key, model_state=state[0] if state else None, **options)
+        except Exception as error:
+            told = None if key is None else in_place_of_key(loss_fn, 2 + self.options.has_state)
+            notes = [] if isinstance(error, JaxppError) else [*(["; ".join(told)] if told else []), *listed_examples(microbatch)]
+            for note in notes:
+                error.add_note(f"jaxpp: {note}")
+            raise
         return in_order_of(traced, self.owner) if self.owner and not per_layer else traced
 
     def cut(self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], reducers: Mapping[int, Reducer], **known: Any) -> CutLoss:
@@ -174,7 +205,7 @@ class Tracing:
             remat=options.remat,
             train=options.is_loss,
             cut_gradient=options.cut_gradient,
-            scaled_by=None if options.loss_scale is None else options.loss_scale.scale,
+            scaled_by=None if options.loss_scale is None else options.loss_scale.by,
             skips=options.weight is not None,
             reducers=reducers,
             pack=placement.num_shards == 1,
@@ -220,18 +251,25 @@ class Tracing:
             whole = trial.whole and verdict.what == options.reduction and weight is None
             one_by_one = trial.sizes == (1, 1)  # there is no function of more examples from which the step could differ
             if count > 1 and not one_by_one and not given_weights and (weight is None or verdict.what == "mixed"):
-                leaves = [f"batch{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(microbatch)]
-                told = advice(trial.loss, verdict, count, options.reduction, leaves, automatic=automatic)
+                told = advice(trial.loss, verdict, count, options.reduction, loss.batch_leaves, automatic=automatic)
                 remarks += [told] if told else []
         elif unknown:
             remarks.append(unexamined(unknown, count, options.reduction))
+        if remarks and (what := self.changed(loss_fn, variables, microbatch, key)) is not None:
+            remarks = [impure(what)]
         if mixing and count > 1 and not callable(options.weight):
-            got = "\n       ".join(mixing[:4])
-            fix = 'say what becomes of it, for example reduce_aux={"<path>": "stack"}, or pass num_microbatches=1'
-            remarks.append(
-                f"aux: the step has the rows of {count} microbatches, or the mean over them.\n  Got: {got}.\n  Fix: {fix}."
-            )
+            shown = [f"{each.leaf}: {each.what}; the step has {_HAS[each.joined]}" for each in mixing[:4]]
+            got = "\n       ".join(shown + [f"and {len(mixing) - 4} more"] * (len(mixing) > 4))
+            rule = f"what these values are of the whole batch cannot be told from those of its {count} microbatches"
+            same, first = "join" if mixing[0].joined else "mean", mixing[0]
+            fix = f"pass {reducing(first.path, same)} if that is what you want, {reducing(first.path, 'stack')} for the value of "
+            fix += "each microbatch" + ", and so on for the others" * (len(mixing) > 1) + "; or num_microbatches=1"
+            remarks.append(f"aux: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
         return Merge(reducers, MicrobatchWarning("\n".join(remarks)) if remarks else None, weight, whole)
+
+    def changed(self, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None) -> str | None:
+        """What is another each time a loss is traced, at the shapes of a microbatch; None if nothing is, as should be."""
+        return changed(*(self.trace(loss_fn, variables, microbatch, key, train=False) for _ in range(2)))
 
     def _trial(
         self,
@@ -274,6 +312,9 @@ class Tracing:
         if size == 1 and not traces.known and all(aval_of(atom).shape[:1] == (1,) for atom in loss.aux):
             return _Trial(loss, Examples.by_shape(loss, 1), (1, 1), whole=False)
         return reason
+
+
+_HAS = {True: "the rows of all microbatches", False: "the mean over the microbatches"}  # by whether they are joined
 
 
 class _Traces(NamedTuple):

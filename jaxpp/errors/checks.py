@@ -1,13 +1,13 @@
 """The arguments that stand for themselves (functions, names, devices), checked as the user wrote them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors import ArgumentError, BatchError, shown
 from jaxpp.errors.tracebacks import current_trace
 from jaxpp.types import Device, Tree
 
@@ -110,7 +110,14 @@ def _those_devices(devices: object, found: Sequence[object]) -> str:
 
 
 def refuse_tracers(where: str, *trees: Tree) -> None:
-    """Refuse to run inside a transformation of JAX, where arguments are traced, or all that is computed is; and ``jax.Ref``s."""
+    """Refuse to run inside a transformation of JAX, where arguments are traced, or all that is computed is.
+
+    ``jax.Ref``s are refused too, and iterators, which JAX would take for leaves.
+    """
+    for tree in trees:
+        if found := [each for each in (tree if isinstance(tree, tuple) else (tree,)) if isinstance(each, Iterator)]:
+            fix = "pass one batch at a time, for batch in batches: state, metrics = pipe.step(state, batch); next(batches) to init"
+            raise BatchError(where, "a batch is a tree of arrays", f"an iterator, {type(found[0]).__name__}", fix)
     leaves = jax.tree.leaves(trees)
     if _REF and any(isinstance(leaf, _REF) for leaf in leaves):
         paths = jax.tree_util.tree_leaves_with_path(trees)

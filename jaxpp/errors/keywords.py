@@ -1,11 +1,29 @@
-"""Keyword arguments that a public function does not have: the names near them."""
+"""Names that are not there, of arguments and of other things: the names near them."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from jaxpp.errors import ArgumentError, shown
 
-__all__ = ["unknown_keywords"]
+__all__ = ["spelt", "unknown_keywords"]
+
+
+_ELSEWHERE = {
+    "broadcast": "shared static_broadcasted_argnums replicated",
+    "cuts": "split_points boundaries partition",
+    "data_parallel": "dp num_replicas replicas",
+    "hbm": "memory memory_limit device_memory",
+    "host": "offload offload_optimizer offload_params cpu_offload",
+    "num_microbatches": "chunks accumulation_steps gradient_accumulation_steps accumulate_steps",
+    "num_stages": "pp num_partitions",
+    "optimizer": "tx",
+    "remat": "checkpoint checkpoint_policy policy gradient_checkpointing",
+    "shard": "fsdp zero zero_stage",
+    "shardings": "partition_rules rules sharding_rules in_shardings",
+    "trains": "trainable frozen freeze wrt",
+}
+"""By our name of an argument those of other libraries and of older jaxpp, which no spelling is near."""
+_OURS = {theirs: ours for ours, words in _ELSEWHERE.items() for theirs in words.split()}
 
 
 def unknown_keywords(where: str, given: Mapping[str, object], known: Iterable[str]) -> ArgumentError:
@@ -18,9 +36,32 @@ def unknown_keywords(where: str, given: Mapping[str, object], known: Iterable[st
           Fix: write num_stages=4.
     """
     names = list(known)
-    near = {name: difflib.get_close_matches(name, names, n=1) for name in given}
-    fixes = [f"write {near[name][0]}={shown(value)}" for name, value in given.items() if near[name]]
+    ours = {name: _OURS[name] for name in given if _OURS.get(name) in names}
+    near = {name: [ours[name]] if name in ours else difflib.get_close_matches(name, names, n=1) for name in given}
+    fixes = [f"write {word}=... for {name}" for name, word in ours.items()]
+    fixes += [f"write {near[name][0]}={shown(value)}" for name, value in given.items() if near[name] and name not in ours]
     if others := [name for name in given if not near[name]]:
         fixes.append(f"leave {', '.join(others)} out; the names are {', '.join(names) or 'none'}")
+    if ours:
+        fixes.append("help(jaxpp.Pipeline) says what each takes")
     got = [f"{name}={shown(value)}" for name, value in given.items()]
     return ArgumentError(where, "an argument is passed by a name that the function has", got, "; ".join(fixes))
+
+
+def spelt(given: Iterable[str], known: Sequence[str], otherwise: str) -> str:
+    """What to write for the names ``given``, none of which is ``known``; ``otherwise`` for those that no known name is near.
+
+    Example:
+        >>> spelt(["layer_4", "conv"], ["layers_2", "layers_4"], "use one of these")
+        "write 'layers_4' for 'layer_4'; for 'conv' use one of these"
+        >>> spelt(["layer_4"], ["layers_2", "layers_4"], "use one of these"), spelt(["conv"], ["layers_2"], "use one of these")
+        ("write 'layers_4'", 'use one of these')
+    """
+    names = list(dict.fromkeys(map(str, given)))
+    near = {name: difflib.get_close_matches(name, known, n=1) for name in names}
+    if len(names) == 1 or not any(near.values()):
+        return f"write {near[names[0]][0]!r}" if near[names[0]] else otherwise
+    fixes = [f"write {found[0]!r} for {name!r}" for name, found in near.items() if found]
+    if others := [repr(name) for name, found in near.items() if not found]:
+        fixes.append(f"for {' and '.join(others)} {otherwise}")
+    return "; ".join(fixes)

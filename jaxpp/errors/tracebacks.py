@@ -1,7 +1,8 @@
 """Tracebacks that end at the user's own line.
 
 Public functions take the frames of jaxpp and JAX out of the traceback of an exception that leaves them, as JAX does with its own.
-Frames of the user's model, notes and causes stay. Hidden frames lose their local variables, which would keep arrays on the devices.
+Frames of the user's model, notes and causes stay; of Ctrl-C, for which no library has to answer, those in the user's own files.
+Hidden frames lose their local variables, which would keep arrays on the devices.
 ``jax_traceback_filtering`` says how: ``"off"`` shows all frames, ``"tracebackhide"`` marks those before the user's last frame, for
 IPython and pytest, and takes out those behind it; ``"auto"`` is that under IPython, and takes all of them out elsewhere.
 Ctrl-C may leave JAX believing that it still traces; so what leaves a public function also gives JAX back its trace.
@@ -26,6 +27,7 @@ _T = TypeVar("_T")
 _C = TypeVar("_C", bound=type)
 
 _OURS = frozenset({"jaxpp", "jax", "jaxlib"})
+_WHILE_COMPARING = "Cache keys should be comparable", "Equality of global cache key"  # how JAX's texts of it begin
 _BETWEEN = frozenset({"concurrent", "contextlib", "functools", "jaxtyping", "threading"})  # out where jaxpp or JAX called them
 
 
@@ -107,7 +109,7 @@ class _Managed(contextlib.AbstractContextManager[_T]):
 def is_ctrl_c(error: BaseException) -> bool:
     """Whether JAX has made this of Ctrl-C: if that comes while a cache compares entries, it is the text of a ``ValueError``."""
     text = str(error) if isinstance(error, ValueError) else ""
-    return text.startswith("Cache keys should be comparable") and "KeyboardInterrupt" in text
+    return text.startswith(_WHILE_COMPARING) and "KeyboardInterrupt" in text
 
 
 def current_trace() -> object:
@@ -130,6 +132,8 @@ def fold(error: BaseException) -> None:
         return
     if isinstance(error, JaxppError) and hasattr(error, "__notes__"):  # JAX's, of frames that are nobody's business here
         error.__notes__ = [note for note in error.__notes__ if "JAX has removed its internal frames" not in note]
+    if isinstance(error, KeyboardInterrupt) and type(error.__cause__).__name__ == "JaxStackTraceBeforeTransformation":
+        error.__cause__ = None  # where in the model the operation stands that was being traced
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -138,7 +142,7 @@ def fold(error: BaseException) -> None:
             continue
         seen.add(id(found))
         steps = list(_steps(found.__traceback__))
-        hidden = _hidden([step.tb_frame for step in steps])
+        hidden = _hidden([step.tb_frame for step in steps], only_own=isinstance(error, KeyboardInterrupt))
         if found is not error and not any(hidden):
             continue  # raised elsewhere
         for step, hide in zip(steps, hidden, strict=True):
@@ -181,9 +185,15 @@ def _steps(traceback: types.TracebackType | None) -> Iterator[types.TracebackTyp
         traceback = traceback.tb_next
 
 
-def _hidden(frames: list[types.FrameType]) -> list[bool]:
+def _hidden(frames: list[types.FrameType], *, only_own: bool) -> list[bool]:
+    """Which frames are taken out; with ``only_own`` also those of other libraries that ours have called."""
     found: list[bool] = []
     for frame in frames:
         root = frame.f_globals.get("__name__", "").partition(".")[0]
-        found.append(root in _OURS or (root in _BETWEEN and found[-1:] == [True]))
+        between = root in _BETWEEN and found[-1:] == [True]
+        found.append(root in _OURS or between or (only_own and True in found and _is_installed(frame.f_code.co_filename)))
     return found
+
+
+def _is_installed(file: str) -> bool:
+    return "-packages" in file or file.startswith(("<frozen", sys.prefix, sys.base_prefix))

@@ -33,8 +33,8 @@ class DisableJitWarning(UserWarning):
     """``jax_disable_jit`` is on, and a pipeline compiles its programs all the same."""
 
 
-def set_aside() -> AbstractContextManager[object]:
-    """Without the mesh, the guard of transfers and ``jax_disable_jit`` that are in force, as long as this lasts."""
+def set_aside(*, warns: bool = True) -> AbstractContextManager[object]:
+    """Without the mesh, the guard of transfers and ``jax_disable_jit`` (which is told) that are in force, as long as this lasts."""
     jax = sys.modules.get("jax")  # schedules do without JAX
     sharding = sys.modules.get("jax.sharding")
     if jax is None or sharding is None:
@@ -45,7 +45,8 @@ def set_aside() -> AbstractContextManager[object]:
     if jax.config.jax_disable_jit:
         rule = "a pipeline compiles its programs all the same, so values that a model prints are traced"
         fix = "call the loss itself under jax.disable_jit(), or use jax.debug.print in the model"
-        warn(DisableJitWarning(f"jax_disable_jit: {rule}.\n  Got: jax_disable_jit=True.\n  Fix: {fix}."))
+        if warns:
+            warn(DisableJitWarning(f"jax_disable_jit: {rule}.\n  Got: jax_disable_jit=True.\n  Fix: {fix}."))
         found.append(jax.disable_jit(False))
     if not sharding.get_abstract_mesh().empty:
         with suppress(ValueError):  # a function is being traced, and JAX changes no mesh then

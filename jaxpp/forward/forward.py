@@ -25,16 +25,17 @@ from jaxpp.forward.prompts import Prompts
 from jaxpp.forward.ring import Request, check_unstepped
 from jaxpp.forward.sampling import NextTokenFn, SampleRule, sampler_of
 from jaxpp.forward.stream import Stream
+from jaxpp.lowering.builder import Name
+from jaxpp.lowering.step import Leaves
 from jaxpp.observe.memory.fit import fit
 from jaxpp.observe.memory.forecast import Forecast, forecast, parse_bytes
 from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.record import Forwards, Work, check_profile, record
 from jaxpp.observe.programs import ProgramTable, programs_of
 from jaxpp.options import Asked, Loss, Memory, Options, Order, Where
-from jaxpp.plan.builder import Name
-from jaxpp.plan.step import Leaves
 from jaxpp.runtime.edges import check_alive
-from jaxpp.runtime.interrupts import despite_ctrl_c
+from jaxpp.runtime.interrupts import despite_ctrl_c, never_lost
+from jaxpp.runtime.not_public import cudnn_of
 from jaxpp.runtime.processes.channel import Agreement, agreement
 from jaxpp.stages.by_hand import by_hand
 from jaxpp.stages.loss.rng_key import positional_key
@@ -76,7 +77,8 @@ class Forward:
 
     The function is cut into stages of equal forward cost. Parameters may have any type, as they have no gradient: quantised
     weights, counters and running statistics stand beside the weights in one tree. ``cuts``, ``devices``, ``mesh``,
-    ``data_parallel``, ``shardings``, ``shard`` (``"parameters"``), ``axes``, ``shared`` and ``max_shapes`` are as for ``Pipeline``.
+    ``data_parallel``, ``shardings``, ``shard`` (``"parameters"``), ``axes``, ``broadcast`` and ``max_shapes`` are as for
+    ``Pipeline``.
 
     Args:
         fn: ``fn(params, batch[, key]) -> outputs``, any tree of arrays.
@@ -123,7 +125,7 @@ class Forward:
         shardings: Tree = None,
         shard: str | Sequence[str] | None = None,
         axes: Mapping[str, str | Sequence[str]] | None = None,
-        shared: str | Sequence[str] = (),
+        broadcast: str | Sequence[str] = (),
         host: str | None = None,
         max_shapes: int = 8,
         threads: str = "auto",
@@ -131,7 +133,7 @@ class Forward:
         check_function("Forward(fn, ...)", _RULE, fn)
         asked = Asked(
             Order(num_stages, num_microbatches=num_microbatches, cuts=cuts, balance=balance, threads=threads),
-            Loss(reduce_aux=reduce_aux, shared=shared, is_loss=False),
+            Loss(reduce_aux=reduce_aux, broadcast=broadcast, is_loss=False),
             where=Where(devices, mesh, data_parallel=data_parallel, axes=axes, shardings=shardings, shard=shard),
             memory=Memory(host=host, max_shapes=max_shapes),
         )
@@ -195,7 +197,8 @@ class Forward:
         Args:
             state_or_params: parameters from ``init`` or a checkpoint; others of the same shapes are copied to their owners at each
                 call. A ``Pipeline`` takes a state, too; and with ``has_state`` a pair of parameters and model state.
-            batch: a tree of arrays with one leading axis, the examples, of any number.
+            batch: a tree of arrays with one leading axis, the examples, of any number; or ``jaxpp.Microbatches``, whose outputs are
+                put together in their order.
             fn: ``fn(params, batch[, key]) -> outputs``, any tree of arrays; with ``has_state``
                 ``fn(params, model_state, batch[, key])``, with a bank ``fn(params, task_params, batch[, key])``. Keep one function
                 and pass it again: each new function object is traced and compiled. A ``Forward`` runs its own function by default,
@@ -356,14 +359,6 @@ class Forward:
             request = Request(where, engine, self._functions, sequence, carry, key, limit, **numbers)
             return generation(request, leaves, prompts, num_tokens, stop, shown=progress)
 
-    def forecast_generate(self, *args: object, **options: object) -> Forecast:
-        """Gone, raises an ArgumentError: ``generate(...).forecast()`` says what a generation will hold."""
-        del args, options
-        new = f"{self._name}.generate(shapes, fn, carry, prompts, num_tokens, ...).forecast(hbm=...)"
-        shapes = f"{self._name}.abstract_{'state' if self._options.is_loss else 'params'}(...)"
-        fix = f"call {new}; shapes may be {shapes}, those of a carry will do, and prompts may be []"
-        raise ArgumentError(f"{self._name}.forecast_generate", "a generation forecasts its own memory", "the old name", fix)
-
     def forecast(
         self,
         params_or_shapes: Tree,
@@ -442,7 +437,8 @@ class Forward:
         """What really ran, when, and why ranks idled: steps, or forwards, at full speed under JAX's profiler.
 
         A ``Pipeline`` profiles training steps; a ``Forward``, or with ``fn``, calls of ``apply``, or a stream of them. The trace
-        knows when each program ran, so nothing waits; some further steps run one program at a time. They train a copy.
+        knows when each program ran, so nothing waits; some further steps run one program at a time, with the profiler and without
+        it, as it slows programs with loops inside. They train a copy.
 
         Args:
             state_or_params: as for ``step``; of forwards, as for ``apply``.
@@ -451,14 +447,14 @@ class Forward:
             fn: a function for ``apply``, whose batch and key the others are then. (For a generation: ``generate(...).profile()``.)
             num_batches: of forwards, how many times the batch is handed over without waiting, as in a ``stream``; of the steps of a
                 pipeline with ``delay=1``, how many follow one another in flow.
-            num_steps: how many steps to trace, at least 1, after as many that are not traced and three to warm up.
+            num_steps: how many steps to trace, at least 1, beside as many that are not traced and three to warm up.
             clock: ``"trace"``: the times of the step as it ran, on devices that may share cores. ``"isolated"``: the virtual clock,
                 with the time that each program takes alone; the default on CPU, and where there are fewer devices than ranks.
             task: as for ``step``.
 
         Returns:
-            the profile of the step of median length: start and end of every action and transfer, bubble, idle time by cause, live
-            bytes of each device by kind. ``print`` it; ``profile.figure()`` draws it beside the virtual clock's timeline;
+            the profile of the most typical of these steps: start and end of every action and transfer, bubble, idle time by cause,
+            live bytes of each device by kind. ``print`` it; ``profile.figure()`` draws it beside the virtual clock's timeline;
             ``jaxpp.observe.to_perfetto(profile)`` writes a trace for Perfetto, ``to_json`` and ``to_html`` write the rest.
 
         Raises:
@@ -468,7 +464,7 @@ class Forward:
         """
         check_profile(clock, f"{self._name}.profile", num_steps=num_steps, num_batches=num_batches)
         refuse_tracers(f"{self._name}.profile({self._arguments.split(',')[0]}, batch, key)", batch, key)
-        with self._work(state_or_params, batch, key, fn, num_batches, task) as work:
+        with never_lost(), self._work(state_or_params, batch, key, fn, num_batches, task) as work:
             return record(work, num_steps, clock)
 
     @property
@@ -552,8 +548,10 @@ class Forward:
         given = read_given(where, init_or_params, args)
         check_alive(where, params=given.made, batch=given.batch, key=given.key)
         try:
-            with agreement(where, self._options.devices) as agree:
-                return given, self._open(given.shapes(self._options.axes), given.batch, given.key, agree)
+            with never_lost(), agreement(where, self._options.devices) as agree:
+                with cudnn_of(self._options.devices):
+                    made = given.shapes(self._options.axes)
+                return given, self._open(made, given.batch, given.key, agree)
         except Exception as error:
             if not given.makes and are_swapped(self._options, given, self._joined):
                 raise swapped(given) from error
@@ -583,9 +581,10 @@ class Forward:
             remarks = before.stages.remarks
         else:
             fitted = fit(engine, batch, key, self._waiting(engine))
-            engine, remarks = fitted.engine, fitted.remarks
-            if remarks and jax.process_index() == 0:
-                print(fitted.said, flush=True)
+            engine, remarks = fitted.engine, (*options.remarks, *fitted.remarks)
+            if jax.process_index() == 0:
+                for line in (*map("jaxpp: {}".format, options.remarks), *[fitted.said] * bool(fitted.remarks)):
+                    print(line, flush=True)
         engine.plan("update" if options.is_loss else "forward", batch, key)
         places = [(place.shown, place.devices[0]) for place in engine.placement.places]
         cut = engine.preparer.step(batch, key, train=options.is_loss).cuts[0]

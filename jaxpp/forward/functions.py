@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.layout import Layout, Preparer, place_leaves, state_leaves
+from jaxpp.engine.layout import Layout, Preparer, place_leaves, split_of, state_leaves
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.tracing import Tracing, avals_of
 from jaxpp.errors import CutError
@@ -25,7 +25,7 @@ from jaxpp.stages.cuts.cut_loss import StateCopy, copies_of, with_copies
 from jaxpp.stages.jaxpr import aval_of
 from jaxpp.stages.layers import slices_between
 from jaxpp.stages.loss.aux import check_reducers
-from jaxpp.stages.loss.microbatch import batch_avals, check_batch, check_shared, resized, split_any
+from jaxpp.stages.loss.microbatch import batch_avals, check_shared, first_of, resized
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.stacked import Slices, Slicing, is_slices
 from jaxpp.types import Batch, ForwardFn, Key, ReduceAux, Tree
@@ -97,9 +97,9 @@ def _derived(
     tracing, schedule = Tracing(options), options.schedule
     if carry is None:
         tracing.check_key_taken(fn, key)
-    check_shared(batch, options.shared)
-    split = split_any(check_batch(batch, 1, shared=options.shared), schedule.num_microbatches, options.placement.num_replicas)
-    microbatch = resized(batch_avals(batch), split.sizes[0], tracing.shared(batch))
+    check_shared(first_of(batch), options.broadcast)
+    sizes = split_of(options, batch, train=False).sizes
+    microbatch = resized(batch_avals(first_of(batch)), sizes[0], tracing.shared(first_of(batch)))
     copies: tuple[StateCopy, ...] = ()
     if carry is None:
         loss = tracing.trace(fn, variables, microbatch, key)

@@ -33,12 +33,12 @@ from jaxpp.errors.user_mesh import set_aside
 from jaxpp.forward.prompts import Continuation, Places, Prompts, Rows, Token
 from jaxpp.forward.ring import AHEAD, Admitted, CompiledPass, Group, Lasting, Passes, Request, Ring, passes_of, prompts_of
 from jaxpp.forward.sampling import NextToken
+from jaxpp.lowering.step import Leaves
 from jaxpp.observe.memory.forecast import Change, Forecast, forecast_of, parse_bytes, room_of, with_optimizer
 from jaxpp.observe.memory.ledger import Ledger
 from jaxpp.observe.memory.liveness import Life, Liveness, line_liveness, shapes_of_lines
 from jaxpp.observe.profile.profile import Clock, Profile
 from jaxpp.observe.profile.record import RingPass, Work, check_profile, join_liveness, join_plans, record, schedule_of
-from jaxpp.plan.step import Leaves
 from jaxpp.runtime.bind import Shapes
 from jaxpp.runtime.execute import Observer
 from jaxpp.runtime.interrupts import Hold
@@ -165,8 +165,9 @@ class Generation(Iterator[Token]):
             clock: as for ``Pipeline.profile``.
 
         Returns:
-            the profile of the run of median length: every pass on every stage, tokens on their way, idle time by cause (waiting for
-            a token among them), memory from shapes. ``print`` it; ``profile.figure()`` draws it, a colour for each group.
+            the profile of the most typical of these runs: every pass on every stage, tokens on their way, idle time by cause
+            (waiting for a token among them), memory from shapes. ``print`` it; ``profile.figure()`` draws it, a colour for each
+            group.
 
         Raises:
             ArgumentError: counts below 1, an unknown clock, prompts that are an iterator; or another trace is running.
@@ -215,7 +216,7 @@ class Generation(Iterator[Token]):
             raise _only_shapes("next(generation)")
         groups = [Group() for _ in range(rings[0].num_groups) for _ in rings]
         numbers = range(len(groups))
-        turns = [numbers[k :: len(rings)] for k in range(len(rings))] if rings[0].together.beside else [(k,) for k in numbers]
+        turns = [numbers[k :: len(rings)] for k in range(len(rings))] if rings[0].together.at_once else [(k,) for k in numbers]
         ahead = collections.deque[list[_Outcome]]()
         bar = progress(desc="generate", unit=" tokens", total=places.most_tokens, after=1.0) if shown else None
         with contextlib.nullcontext() if bar is None else bar:  # a bar without a total has no truth value
@@ -231,13 +232,13 @@ class Generation(Iterator[Token]):
     def _begin(self, rings: Sequence[Ring], places: Places, groups: Sequence[Group], turn: Sequence[int]) -> list[_Outcome]:
         """Give free places of groups to the next prompts, and begin the next passes of the groups.
 
-        Right after a prompt, a pass would hold up all other groups, unless they run side by side.
+        Right after a prompt, a pass would hold up all other groups, unless they run at once.
         """
         outcomes: list[_Outcome] = []
         ring, rows = rings[turn[0] % len(rings)], dict[int, Rows]()
         for number in turn:
             entered = self._fill(rings, places, groups[number], number, outcomes)
-            if not entered or ring.together.beside:
+            if not entered or ring.together.at_once:
                 rows[number] = places.decode(number)
         going = [number for number, its in rows.items() if its]
         for k, drawn in enumerate(ring.turn([groups[number] for number in going], self.observer)):
@@ -275,14 +276,15 @@ class Generation(Iterator[Token]):
                 now = [prompt for prompt, count in zip(prompts, counts, strict=True) if count > turn]
                 for k, prompt in enumerate(now):
                     ends = size == prompt.chunks[-1] and turn + 1 == prompt.chunks.count(size)
-                    self._note(group, size, int(ends), is_prompt=True, beside=k)
+                    self._note(group, size, int(ends), is_prompt=True, beside=k, num_prompts=len(prompts))
 
-    def _note(self, group: int, num_tokens: int, num_made: int, *, is_prompt: bool, beside: int) -> None:
+    def _note(self, group: int, num_tokens: int, num_made: int, *, is_prompt: bool, beside: int, num_prompts: int = 0) -> None:
         self.num_passes += 1
         if self._most_passes < math.inf:  # it is profiled
             before = [number for number, begun in enumerate(self._passes) if begun.group == group]
             awaits = -1 if is_prompt else before[-1]
-            self._passes.append(RingPass(group, len(before), num_tokens, num_made, is_prompt, awaits, beside))
+            beside *= any(ring.together.beside for ring in self._rings)  # or it has a plan of its own
+            self._passes.append(RingPass(group, len(before), num_tokens, num_made, is_prompt, awaits, beside, num_prompts))
 
 
 def _admitted(places: Places, group: int, most: int) -> Iterator[Admitted | Exception]:
@@ -399,9 +401,11 @@ def _forecast(request: Request, num_kept: int, hbm: float | str | None) -> Forec
 
     def with_groups(count: int) -> Forecast:
         waiting = count - (group_size == 1)  # the place of one sequence is empty when the next is prefilled
-        at_once, turn = (group_size, count) if alone.beside else (1, 1)
-        kinds = [_PassKind(f"{size} of a prompt", alone, _prompt_aval(size), waiting, at_once) for size in sizes]
-        kinds.append(_PassKind("a group", together, _group_aval(group_size), count - turn, turn))
+        num_prompts = alone.most_prompts(group_size)
+        at_once, turn = (num_prompts, count) if alone.beside else (1, 1)
+        others = num_prompts - at_once
+        kinds = [_PassKind(f"{size} of a prompt", alone, _prompt_aval(size), waiting, at_once, others) for size in sizes]
+        kinds.append(_PassKind("a group", together, _group_aval(group_size), count - turn, turn, 0))
         liveness = _ring_liveness(kinds, alone, together, AHEAD * count, num_kept)
         return forecast_of(liveness if base.optimizer is None else with_optimizer(base, liveness), base.placement, room)
 
@@ -450,22 +454,23 @@ class _RingRuns(Work):
             groups = [begun.group, *(each.group for each in behind)]
             beside = begun.is_prompt and ring.group_size > 1  # it runs on a carry beside that of its group
             waiting = len(holding if beside else holding - set(groups))
-            passes, batch = ring.together, _group_aval(ring.group_size)
+            passes, batch, others = ring.together, _group_aval(ring.group_size), 0
             if begun.is_prompt:
-                passes, batch = ring.alone, _prompt_aval(begun.num_tokens)
-            kinds.append(_PassKind(f"group {begun.group}", passes, batch, waiting, len(groups)))
+                passes, batch, others = ring.alone, _prompt_aval(begun.num_tokens), begun.num_prompts - len(groups)
+            kinds.append(_PassKind(f"group {begun.group}", passes, batch, waiting, len(groups), others))
             holding.update(groups)
         return kinds
 
 
 class _PassKind(NamedTuple):
-    """A kind of pass: what it is called, which passes run it, on what, how many groups' carries wait, how many run side by side."""
+    """A kind of pass: what it is called, which passes run it, and on what."""
 
     what: str
     passes: Passes
     batch: Aval
-    waiting: int
-    num_beside: int
+    waiting: int  # how many carries of groups wait meanwhile
+    num_beside: int  # how many run side by side
+    others: int  # how many carries of other prompts wait that are prefilled at once with it
 
 
 def _prompt_aval(size: int) -> Aval:
@@ -477,7 +482,7 @@ def _group_aval(group_size: int) -> Aval:
 
 
 def _ring_liveness(kinds: Sequence[_PassKind], alone: Passes, together: Passes, num_unread: int, num_kept: int) -> Liveness:
-    """What is alive while passes run one after another, the last of them of a group, and so many have tokens still to be read.
+    """What is alive while passes run one after another, and so many have tokens still to be read, as the last of a group.
 
     Beside the carries of groups, ``num_kept`` are kept: the empty one, and that of a prompt that comes again.
     """
@@ -492,7 +497,8 @@ def _ring_liveness(kinds: Sequence[_PassKind], alone: Passes, together: Passes, 
         part = by_pass[id(compiled)]
         count = len(part.lines)
         shared = {name: id(value) for name, value in zip(compiled.bound.inputs, compiled.lasting, strict=False)}
-        lives = [life._replace(begins=1, ends=count, donated=True) for life in _carries(together, kind.waiting)]
+        waiting = (*_carries(together, kind.waiting), *_carries(alone, kind.others))
+        lives = [life._replace(begins=1, ends=count, donated=True) for life in waiting]
         for life in part.lives:
             is_carry = life.name.ref.role == Role.STATE
             if life.name in shared:
@@ -506,7 +512,8 @@ def _ring_liveness(kinds: Sequence[_PassKind], alone: Passes, together: Passes, 
         lines = tuple(dataclasses.replace(line, label=f"{line.label}, {kind.what}") for line in part.lines)
         parts.append(dataclasses.replace(part, lines=lines, lives=tuple(lives)))
     whole = join_liveness(parts)
-    tokens = _tokens(together, together.prepare(kinds[-1].batch), num_unread)
+    last = [kind for kind in kinds if kind.passes is together][-1:] or kinds[-1:]  # a run that is broken off may have prompts only
+    tokens = _tokens(last[0].passes, last[0].passes.prepare(last[0].batch), num_unread)
     end, kept = len(whole.lines) + 1, (*stay.values(), *_carries(alone, num_kept), *tokens)
     lasting = [life._replace(begins=0, ends=end) for life in kept]
     hosted = [life._replace(begins=0, ends=end) for life in next(iter(by_pass.values())).hosted]  # parameters, of all passes alike

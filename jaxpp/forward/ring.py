@@ -7,6 +7,9 @@ A prompt is prefilled in passes of one sequence; then its carry enters a place o
 
 Where parameters wait in host memory, nothing outlives a pass. Each stage's come to its devices once for several passes, which run
 side by side: a stage works for all of them before the next one does, and what depends on its parameters is made again.
+
+Where a thread for each rank hands over what its rank runs, the passes of all groups are handed over at once: the thread of one rank
+goes on to the next group, while that of the next rank takes the one before.
 """
 
 import dataclasses
@@ -29,13 +32,13 @@ from jaxpp.forward.capacity import capacity
 from jaxpp.forward.functions import Functions
 from jaxpp.forward.prompts import Continuation, chunk_sizes
 from jaxpp.forward.sampling import NextToken, NextTokenFn, NextTokensFn, SequenceCarry, takes_history
-from jaxpp.plan.builder import Builder, Line, LineList, Name
-from jaxpp.plan.lower import forward_actions, lower
-from jaxpp.plan.plan import Plan
-from jaxpp.plan.step import Leaves, Step, state_name
+from jaxpp.lowering.builder import Builder, Line, LineList, Name
+from jaxpp.lowering.lower import forward_actions, lower
+from jaxpp.lowering.plan import Execution, Plan
+from jaxpp.lowering.step import Leaves, Step, state_name
 from jaxpp.runtime.bind import Bound, Shapes, compile_plan
 from jaxpp.runtime.edges import put, to_homes
-from jaxpp.runtime.execute import Observer, execute
+from jaxpp.runtime.execute import Observer, execute, hand_over
 from jaxpp.runtime.interrupts import despite_ctrl_c
 from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.graph import Graph, trace
@@ -109,10 +112,22 @@ class Passes:
         beside: whether parameters wait in host memory, and passes run side by side.
     """
 
-    def __init__(self, engine: Engine, lasting: Lasting):
-        self.engine, self._lasting = engine, lasting
+    def __init__(self, engine: Engine, lasting: Lasting, base: Engine):
+        self.engine, self._lasting, self._base = engine, lasting, base
         self.beside = Role.PARAM in engine.options.waiting
         self._compiled: dict[Hashable, CompiledPass] = {}
+
+    @property
+    def at_once(self) -> bool:
+        """Whether several passes are quicker together than one after another: side by side, or handed over in threads."""
+        return self.beside or any(compiled.plan.turns for compiled in self._compiled.values())
+
+    def most_prompts(self, group_size: int) -> int:
+        """How many prompts for one group are prefilled at once, each on a carry beside those of the groups.
+
+        As many as there are ranks keep all threads busy; parameters that visit come once for all prompts.
+        """
+        return group_size if self.beside else min(group_size, len(set(self.engine.placement.places))) if self.at_once else 1
 
     def prepare(self, batch: Batch, count: int = 1) -> CompiledPass:
         """What runs for so many inputs of these shapes, compiled at the first call."""
@@ -129,22 +144,28 @@ class Passes:
 
         It waits for nothing.
         """
-        if self.beside:
-            return self._run(carries, batches, observer) if carries else []
-        return [made for carry, batch in zip(carries, batches, strict=True) for made in self._run([carry], [batch], observer)]
-
-    def _run(
-        self, carries: Sequence[Sequence[Array]], batches: Sequence[Batch], observer: Observer | None
-    ) -> list[tuple[list[Array], Tree]]:
+        if not carries:
+            return []
         if self.beside:  # the runtime's own copy would crash
             check_unstepped("next(generation)", "generation", self._lasting.leaves)
+        count = len(carries) if self.beside else 1  # that one plan runs
+        runs = list[Execution]()
         try:
-            compiled = self.prepare(batches[0], len(batches))
-            leaves = [leaf for tree in (*carries, *batches) for leaf in jax.tree.leaves(tree)]
-            results = iter(execute(compiled.plan, [*compiled.lasting, *leaves], observer))
-        except Exception:
-            check_unstepped("next(generation)", "generation", self._lasting.leaves)
+            compiled = self.prepare(batches[0], count)
+            for first in range(0, len(carries), count):
+                given = *carries[first : first + count], *batches[first : first + count]
+                runs.append(
+                    Execution(compiled.plan, [*compiled.lasting, *(leaf for tree in given for leaf in jax.tree.leaves(tree))])
+                )
+            in_threads = compiled.plan.turns and len(runs) > 1  # in a pass alone, each rank waits for the one before it
+            hand_over([(run, run.left) for run in runs], observer, self._base.threads if in_threads else None)
+        except BaseException as error:
+            for run in runs:
+                run.slots.clear()  # as in ``execute``
+            if isinstance(error, Exception):
+                check_unstepped("next(generation)", "generation", self._lasting.leaves)
             raise
+        results = iter([result for run in runs for result in run.results()])
         tree = compiled.step.cuts[0].loss.aux_tree
         made = []
         for carry in carries:
@@ -174,8 +195,8 @@ class Passes:
         else:
             values = self._lasting.values(engine, lasting, wanted)
             draft = dataclasses.replace(draft, inputs=(*draft.inputs, *wanted, *carry, *step.given))
-        bound = engine.bind(draft, gives=carry)
-        plan, bound = _compile(engine, bound, dict(zip(wanted, values, strict=False)), what)
+        bound, in_threads = engine.bind(draft, gives=carry), not self.beside and engine.in_threads("forward", step)
+        plan, bound = _compile(engine, bound, dict(zip(wanted, values, strict=False)), what, in_threads=in_threads)
         return CompiledPass(plan, bound, step, (*self._lasting.leaves.all_params, *values))
 
 
@@ -196,11 +217,13 @@ def _side_by_side(lines: Sequence[Line], names_of: Sequence[Callable[[Name], Nam
                 yield dataclasses.replace(line, label=label, inputs=inputs, outputs=outputs, action=action)
 
 
-def _compile(engine: Engine, bound: Bound, values: Mapping[Name, Leaf], what: str) -> tuple[Plan, Bound]:
+def _compile(
+    engine: Engine, bound: Bound, values: Mapping[Name, Leaf], what: str, *, in_threads: bool = False
+) -> tuple[Plan, Bound]:
     """A plan of lines, which takes those values as they are that the compiler has sharded as it likes."""
     given = {name: value.sharding for name, value in values.items() if engine.placement[name.stage].is_free(name.ref)}
     leaves, groups = engine.placed.shapes_by_role, engine.preparer.groups
-    return compile_plan(bound, engine.programs, groups, leaves=leaves, given=given, what=what)
+    return compile_plan(bound, engine.programs, groups, leaves=leaves, given=given, what=what, in_threads=in_threads)
 
 
 class Request(NamedTuple):
@@ -235,7 +258,7 @@ def passes_of(request: Request, lasting: Lasting) -> tuple[Passes, Passes]:
     state = request.begin(jax.eval_shape(jax.random.key_data, request.key))
     shapes = avals_of(jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf), state))
     token = np.zeros((1, 1), np.int32)
-    alone = Passes(functions.engine(engine, sequence, token, None, carry=shapes, reduce_aux="last"), lasting)
+    alone = Passes(functions.engine(engine, sequence, token, None, carry=shapes, reduce_aux="last"), lasting, engine)
     together = alone
     if group_size > 1:
         axes = tuple(axis for axis, _ in _group_axes(alone.engine.layout.variables[1][0]))
@@ -244,7 +267,7 @@ def passes_of(request: Request, lasting: Lasting) -> tuple[Passes, Passes]:
         shapes, tokens = jax.tree.structure(shapes).unflatten(stacked), np.zeros((group_size, 1, 1), np.int32)
         fn = NextTokensFn(sequence, axes)
         group = functions.engine(engine, fn, tokens, None, carry=shapes, reduce_aux="last", like=alone.engine)
-        together = Passes(group, lasting)
+        together = Passes(group, lasting, engine)
         together.prepare(tokens)
     alone.prepare(token)
     return alone, together
@@ -288,6 +311,7 @@ class Ring:
         by_stage = [[k for k, owner in enumerate(owners) if owner == stage] for stage in sorted(set(owners))]
         self._by_stage = [(mine, tuple(axes[k] for k in mine)) for mine in by_stage]
         self.num_kept = num_kept  # carries beside those of the groups
+        self.most_prompts = alone.most_prompts(request.group_size)  # that are prefilled at once
         self._prefix: list[Array] = []  # of a prompt that comes again: the carry before its last token
         self._tokens_home = alone.engine.placement.places[-1].home(Ref(Role.AUX, shared=True))
 
@@ -304,11 +328,11 @@ class Ring:
                 self._prefix, ring._prefix = to_homes(ring._prefix, self._homes), []
 
     def at_once(self, admitted: Iterable[Admitted | Exception]) -> Iterator[list[Admitted] | Exception]:
-        """The prompts that are prefilled at once: one, or, side by side, as many as do not wait for what comes again of another."""
+        """The prompts that are prefilled at once: at most ``most_prompts``, which do not wait for what comes again of another."""
         part: list[Admitted] = []
         for one in admitted:
             waits = isinstance(one, Exception) or (part and one[1].again and not part[-1][1].again)
-            if part and (waits or not self.alone.beside):
+            if part and (waits or len(part) == self.most_prompts):
                 yield part
                 part = []
             if isinstance(one, Exception):

@@ -3,8 +3,9 @@
 Each compiled program takes at least the sum of its kernels' rooflines, each send at least its bytes over the link, and the host
 hands over no instruction quicker than was measured for calls that do nothing else. A step is what these times give on the clock of
 the plan's lines (``line_times``): with its update, the copies of its state, and the steps in flow beside it. Real kernels reach a
-part of the peaks, so this is a bound and never a prediction. It counts every array that a kernel reads or writes as memory traffic;
-what stays in a cache may be read sooner.
+part of the peaks, so this is a bound and no prediction. The prediction beside it is the same clock with what kernels of their size
+reach, and with the host that was measured; it has a range. The bound counts every array that a kernel reads or writes as memory
+traffic; what stays in a cache may be read sooner.
 """
 
 import dataclasses
@@ -17,24 +18,40 @@ from typing import NamedTuple, cast
 
 from jax.stages import Compiled
 
+from jaxpp.efficiency import KERNEL, as_linked, moved_share
 from jaxpp.engine.engine import Engine
+from jaxpp.engine.made_to_measure import stage_costs
 from jaxpp.engine.outcome import LoweredStep, Purpose
+from jaxpp.lowering.builder import CALLER, Flow, MemoryCopy, Name
+from jaxpp.lowering.plan import Plan
 from jaxpp.observe.evaluate import Parts, costs_of_plan
-from jaxpp.observe.memory.liveness import step_liveness
+from jaxpp.observe.memory.liveness import memory_kind, step_liveness
 from jaxpp.observe.profile.record import flowing_plan
 from jaxpp.observe.profile.spans import line_times
-from jaxpp.plan.builder import CALLER, Flow, MemoryCopy, Name
-from jaxpp.plan.plan import Plan
+from jaxpp.options import Options
 from jaxpp.runtime.bind import BoundLine
 from jaxpp.runtime.hlo import Kernel, read_kernels
-from jaxpp.runtime.place import Place
-from jaxpp.runtime.roofline import copy_seconds, peaks_of, program_roofline, send_seconds
+from jaxpp.runtime.measure import copy_times
+from jaxpp.runtime.place import Place, Placement
+from jaxpp.runtime.roofline import (
+    SPREAD,
+    Prediction,
+    copy_seconds,
+    kernel_seconds,
+    likely_seconds,
+    peaks_of,
+    program_roofline,
+    send_seconds,
+)
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.draw.canvas import Figure
+from jaxpp.schedule.registry import make
 from jaxpp.schedule.simulate import Simulation
-from jaxpp.targets import Target, target_of
+from jaxpp.shardings import shared_stages
+from jaxpp.stages.estimate import rates_of
+from jaxpp.targets import GPU, target_of
 from jaxpp.types import Batch, Key
 
 _CALL, _RESULT, _SEND = 7e-6, 1.2e-6, 6e-6
@@ -45,11 +62,15 @@ _DRIVEN, _LAUNCH = 25e-6, 8.5e-6
 """Seconds of the host where a driver launches the kernels of a program: for a call, and for each kernel. Measured on an H200 in a
 virtual machine, with JAX 0.11.2 and CUDA 13 (experiments/gpu). Other hosts may be quicker, so the bound does not count them."""
 
-_REAL = 1.9
-"""How many times its bound a step took on that GPU."""
+_UPDATING = 2
+"""Kernels of an update for each of its parameters. Set by the predictions of three compiled layouts of a GPT with Adam, where the
+seconds of the update stood for 1.9 to 3.2 of them; they stood for up to 3.9 of an MLP's. No kernels were counted."""
 
 _HIDDEN = 0.01
 """What part of a step copies may add that are said to hide."""
+
+_UNEVEN = 0.8
+"""The least work of a rank over the most, from which it is said that ranks wait for the one with most."""
 
 _MORE = 4
 """Steps by which two flows differ that show what a step of many takes."""
@@ -91,13 +112,18 @@ class StepBound:
         again: FLOPs of those that are run again (``remat="recompute"``, or a share).
         num_devices: how many devices there are, on all ranks.
         host: what the host has to do.
+        predicted: what a step likely takes, and the range in which a measurement is expected.
+        likely: the same costs as they are predicted, with what kernels of their size were measured to reach of the peaks
+            (``jaxpp.efficiency``), and the time of a host whose driver launches each kernel.
+        likely_parts: what the prediction is made of, as ``parts``.
+        reached: what matrix products likely reach of their peak, while they run.
         visits: of a state that waits in host memory (``Pipeline(host=...)``), what its copies take and add.
         flows: whether each step begins while the one before it ends (``Pipeline(delay=1)``); the seconds are then those of one step
             of many, which neither fills the pipeline nor drains it.
     """
 
     schedule: Schedule
-    targets: tuple[Target, ...]
+    targets: tuple[GPU, ...]
     parts: Parts
     costs: StepCosts
     offload: tuple[int | None, ...]
@@ -105,6 +131,10 @@ class StepBound:
     again: float
     num_devices: int
     host: HostWork
+    predicted: Prediction
+    likely: StepCosts
+    likely_parts: Parts
+    reached: float
     visits: VisitBound | None = None
     flows: bool = False
 
@@ -128,7 +158,8 @@ class StepBound:
         """What the host does to the step, whose devices are likely to take longer than their bound."""
         if not self.host_limits:
             return "does not limit"
-        return "is likely to limit" if self.host.likely > _REAL * (self.seconds - self.parts.dispatch) else "may limit"
+        devices = self.predicted.seconds - self.likely_parts.dispatch
+        return "is likely to limit" if self.host.likely > devices else "may limit"
 
     @property
     def peak_fraction(self) -> float:
@@ -142,10 +173,20 @@ class StepBound:
         """The actions and transfers on the virtual clock, as ``jaxpp.schedule.simulate`` gives it for these costs, in seconds."""
         return self._simulated(1.0)
 
-    def _simulated(self, scale: float) -> Simulation:
+    def _simulated(self, scale: float, schedule: Schedule | None = None) -> Simulation:
         costs = self.costs.scaled(scale, "actions", "transfer", "offload", "visit", "visit_state")
         costs = dataclasses.replace(costs, dispatch={}, before=0)
-        return Simulation(self.schedule, costs, self.offload)
+        return Simulation(schedule or self.schedule, costs, self.offload)
+
+    @cached_property
+    def hidden_by(self) -> Schedule | None:
+        """``"eager-1f1b"`` for a step in the order of ``"1f1b"`` that more forwards ahead would shorten; None otherwise."""
+        size = self.schedule.num_ranks, self.schedule.num_microbatches
+        if self.flows or self.schedule.num_stages > self.schedule.num_ranks or self.schedule != make("1f1b", *size):
+            return None
+        eager = make("eager-1f1b", *size)
+        gained = self.simulation.makespan - self._simulated(1.0, eager).makespan
+        return eager if gained > _HIDDEN * max(self.seconds, self.host.likely) else None
 
     def figure(self, width: float | None = None) -> Figure:
         """The step on the virtual clock with these times, in milliseconds, as a timeline; ``width`` in inches. Needs matplotlib."""
@@ -161,23 +202,48 @@ class StepBound:
         made = ", ".join(f"{word} {_digits(scale * part)}" for word, part in shown)
         noun = "pass" if self.schedule.forward_only else "step"
         least = f"a {noun}{' of many in flow' * self.flows} takes at least {_digits(scale * self.seconds)} {unit}"
-        lines = [f"{least} on {on} (a bound, no prediction): {made}"]
+        lines = [f"{least} on {on} (a bound, no prediction): {made}", self._predicted(noun)]
         if self.products:
             most = max(self.products, key=self.products.__getitem__)
             kinds = most if len(self.products) == 1 else f"each type, most of them {most}"
             lines.append(f"its matrix products reach at most {self.peak_fraction:.0%} of the devices' peak for {kinds}")
+        busy = self.simulation.busy
+        if min(busy) < _UNEVEN * max(busy):
+            least, most = (_digits(scale * each) for each in (min(busy), max(busy)))
+            idle = f"devices are idle {self.bubble_fraction:.0%} of the time"
+            lines.append(
+                f"ranks compute {least} to {most} {unit} of a {noun}: others wait for rank {busy.index(max(busy))}, and {idle}"
+            )
         host = self.host
         work = f"{host.num_instructions} instructions and {host.num_kernels:,} kernels"
         by = "the host hands" if host.num_threads == 1 else f"{host.num_threads} threads of the host, one for each rank, hand"
         taken = f"{_digits(1e3 * host.seconds)} ms at least, and in about {_digits(1e3 * host.likely)} ms as measured with an H200"
         it = "it" if host.num_threads == 1 else "the host"
         lines.append(f"{by} over {work} of a {noun} in {taken}, so {it} {self._limit} the {noun}")
+        if self.hidden_by is not None:
+            now, eager = self.simulation, self._simulated(1.0, self.hidden_by)
+            share = max(self.costs.transfer) / max(self.costs.actions[Kind.F])
+            old, new = (f"{_digits(scale * each.makespan)} {unit}" for each in (now, eager))
+            held, holds = (max(each.peak_residuals) for each in (now, eager))
+            more = f", and a rank holds the residuals of up to {holds} microbatches in place of {held}" * (holds > held)
+            lines.append(
+                f'nothing hides transfers in "1f1b", and here one takes up to {_digits(share)} of a forward: with '
+                f'schedule="{self.hidden_by.name}" the actions take {new} in place of {old}{more}'
+            )
         if self.visits is not None:
             link, added = (_digits(scale * each) for each in (self.visits.link, self.visits.added))
             hides = self.visits.added <= _HIDDEN * (self.seconds - self.visits.added)
             so = "hide under the work of the visits" if hides else f"add {added} {unit} that no work hides"
             lines.append(f"the copies of the state take {link} {unit} of a link to host memory, and {so}")
         return lines
+
+    def _predicted(self, noun: str) -> str:
+        unit, scale = ("s", 1.0) if self.predicted.seconds >= 1 else ("ms", 1e3)
+        seconds, low, high = (_digits(scale * each) for each in self.predicted)
+        parts = zip(_PARTS, self.likely_parts, strict=True)
+        made = ", ".join(f"{word} {_digits(scale * part)}" for word, part in parts if part > 5e-3 * self.predicted.seconds)
+        said = f"; products at {self.reached:.0%} of their peak while they run" * bool(self.products)
+        return f"a {noun} likely takes {seconds} {unit} ({low} to {high}): {made}{said}"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -200,47 +266,162 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
     lines, numbers = lowered.bound.lines, dict(zip(placement.by_rank, targets, strict=True))
     liveness = step_liveness(engine, lowered)
     sizes = {life.name: life.num_bytes for life in (*liveness.lives, *liveness.hosted)}
-    known: dict[int, tuple[Kernel, ...]] = {}
-    alone, handing, products, again = list[float](), list[float](), Counter[str](), 0.0
-    lanes, launched = [turn.lane for turn in plan.turns] or [0] * len(lines), Counter[int]()
+    lanes = [turn.lane for turn in plan.turns] or [0] * len(lines)
     repeated = [code.repeated for code in engine.preparer.step(batch, key).cuts[0].stages] if purpose == "update" else []
-    for number, (line, instruction) in enumerate(zip(lines, plan.instructions, strict=True)):
+    work = _counted(plan, lines, placement, numbers, sizes, repeated)
+    visiting = engine.options.waiting and purpose == "update"
+
+    def told(alone: Sequence[float], handing: Sequence[float], calls: Sequence[float]) -> _Lines:
+        still = [0.0 if visiting and _visits(line) else seconds for line, seconds in zip(lines, alone, strict=True)]
+        return _Lines(plan, alone, still, handing, calls, lanes)
+
+    launched = [max(each, driven - _DRIVEN) for each, driven in zip(work.likely, work.driving, strict=True)]  # beside one another
+    least, likely, soonest = (
+        told(work.alone, work.handing, work.handing),
+        told(launched, work.driving, [_DRIVEN] * len(lines)),
+        told([SPREAD[0] * seconds for seconds in work.likely], work.handing, work.handing),
+    )
+    (parts, added), (expected, _), (quick, _) = (
+        _parts_of(each, lowered, schedule.stage_to_rank, placement.by_rank) for each in (least, likely, soonest)
+    )
+    seconds = max(sum(parts), sum(expected))
+    predicted = Prediction(seconds, max(sum(parts), min(seconds, sum(quick))), SPREAD[1] * seconds)
+    costs = costs_of_plan(plan, schedule.num_stages, least.still, work.handing, usual=min)
+    probable = costs_of_plan(plan, schedule.num_stages, likely.still, work.driving)
+    visits = None
+    if visiting:
+        rates = [[1 / rate(numbers[place]).links.host for place in placement.places] for rate in (lambda gpu: gpu, as_linked)]
+        brought = liveness.brought(schedule.num_stages)
+        costs, probable = (each.visited(brought, own) for each, own in zip((costs, probable), rates, strict=True))
+        visits = _visits_of(lines, work.alone, sizes, added)
+    return StepBound(
+        schedule,
+        targets,
+        parts,
+        costs,
+        engine.options.offload if purpose == "update" else (),
+        dict(work.products),
+        work.again,
+        len({device for place in placement.by_rank for device in place.devices}),
+        _host_work(work.handing, work.driving, lanes, work.num_kernels),
+        predicted,
+        probable,
+        expected,
+        work.reached,
+        visits,
+        lowered.bound.flow is not None,
+    )
+
+
+def estimated_costs(engine: Engine, batch: Batch, key: Key | None, options: Options) -> StepCosts:
+    """What a step likely costs on GPUs whose numbers are known, from its equations and the bytes of its lines; nothing is compiled.
+
+    The update reads and writes the state and the gradients, and replicas share these as a ring does; or it takes what the host
+    needs to launch its kernels, if that is longer. Shards exchange what their products and their softmaxes sum. What the host takes
+    to launch the kernels of stages is known only from compiled programs and counts nothing. ``options``: those of the engine,
+    perhaps on other GPUs.
+    """
+    placement = options.placement
+    cut = engine.preparer.step(batch, key).cuts[0]
+    costs = stage_costs(options, cut, engine.programs)
+    shards = placement.num_shards
+    if shards > 1:
+        specs = [leaf.spec for leaf in engine.layout.leaves.all_params]
+        stages = shared_stages(cut.loss, specs, cut.cuts, rates_of(options.devices[0]), shards)
+        ring = 2 * (shards - 1) / shards / as_linked(cast("GPU", target_of(options.devices[0]))).links.peer
+        again = [kept.recomputes for kept in options.remat or ()] or [False] * len(stages)
+        longer = dict[Kind, tuple[float, ...]]()
+        for kind, seconds in costs.actions.items():
+            sums = [(kind != Kind.W) + (repeats and kind in (Kind.B, Kind.I)) for repeats in again]
+            pairs = zip(seconds, stages, sums, strict=True)
+            longer[kind] = tuple(own * each.part + times * ring * each.exchanged for own, each, times in pairs)
+        costs = dataclasses.replace(costs, actions=longer)
+    if not any(kept.recomputes for kept in options.remat or ()):
+        costs = dataclasses.replace(costs, offload=tuple(copy_times(cut, placement.places)[0]))
+    liveness = step_liveness(engine, engine.lower("update", batch, key))
+    num_stages, replicas, count = options.schedule.num_stages, placement.num_replicas, options.schedule.num_microbatches
+    held, leaves = {kind: [0] * num_stages for kind in ("parameters", "optimizer")}, Counter[int]()
+    for life in (*liveness.lives, *liveness.hosted):
+        own = held.get(memory_kind(life.name))
+        if own is not None and life.begins == 0 and 0 <= life.name.stage < num_stages:
+            own[life.name.stage] += life.num_bytes
+            leaves[life.name.stage] += own is held["parameters"]
+    after = list[float]()
+    for stage, (params, state) in enumerate(zip(*held.values(), strict=True)):
+        place = placement.places[stage]
+        numbers = as_linked(cast("GPU", target_of(place.devices[0])))
+        whole = params * (replicas if "parameters" in options.shard else 1)
+        hosts = Counter(device.process_index for device in place.devices)
+        ring = ((count if "gradients" in options.shard else 1) + 1) * whole  # to sum the gradients, and back
+        inside, outside = (max(hosts.values()) - 1) / max(hosts.values()), (len(hosts) - 1) / len(hosts) / min(hosts.values())
+        shared = max(ring * inside / numbers.links.peer, ring * outside / numbers.links.network) if replicas > 1 else 0.0
+        updated = (2 * (params + state) + whole / (replicas if options.shard else 1)) / (numbers.bandwidth * moved_share("update"))
+        after.append(max(updated + shared, _UPDATING * _LAUNCH * leaves[stage]))
+    handed = dict.fromkeys(costs.actions, (_DRIVEN,) * num_stages)
+    costs = dataclasses.replace(costs, dispatch=handed, offload_dispatch=(_DRIVEN,) * num_stages, after=tuple(after))
+    if options.waiting:
+        rates = [1 / as_linked(cast("GPU", target_of(place.devices[0]))).links.host for place in placement.places]
+        costs = costs.visited(liveness.brought(num_stages), rates)
+    return costs
+
+
+class _Work(NamedTuple):
+    """What the lines of a plan take and do."""
+
+    alone: list[float]  # seconds of each line, at least
+    likely: list[float]  # and as they are predicted
+    handing: list[float]  # of the host, to hand it over, at least
+    driving: list[float]  # and likely, where a driver launches its kernels, one after the other
+    products: Counter[str]  # FLOPs of all of them
+    again: float
+    num_kernels: int
+    reached: float  # what its products likely reach of their peak
+
+
+def _counted(
+    plan: Plan,
+    lines: Sequence[BoundLine],
+    placement: Placement,
+    numbers: Mapping[Place, GPU],
+    sizes: Mapping[Name, int],
+    repeated: Sequence[float],
+) -> _Work:
+    """The work of the lines; ``repeated`` are the FLOPs that each stage runs again in a backward."""
+    known: dict[int, tuple[Kernel, ...]] = {}
+    alone, likely, handing, driving, products = list[float](), list[float](), list[float](), list[float](), Counter[str]()
+    again, num_kernels, at_peak, taken = 0.0, 0, 0.0, 0.0
+    for line, instruction in zip(lines, plan.instructions, strict=True):
         target = numbers[line.place]
         handing.append(_handing(line))
         if line.program is None:
-            alone.append(_moving(line, placement.places, sizes, target))
+            least, most = (_moving(line, placement.places, sizes, each) for each in (target, as_linked(target)))
+            alone.append(least)
+            likely.append(most + KERNEL * bool(most))
+            driving.append(_DRIVEN)
             continue
         if id(instruction.call) not in known:
             known[id(instruction.call)] = read_kernels(cast("Compiled", instruction.call).as_text() or "")
         kernels = known[id(instruction.call)]
-        alone.append(program_roofline(kernels, target).seconds)
-        launched[lanes[number]] += int(sum(kernel.runs for kernel in kernels))
+        alone.append(program_roofline(kernels, target, line.place.devices).seconds)
+        launched = sum(kernel.runs for kernel in kernels)
+        likely.append(likely_seconds(kernels, target, line.place.devices))
+        driving.append(_DRIVEN + _LAUNCH * launched)
+        num_kernels += launched
         own = Counter[str]()
-        for kernel in kernels:
+        for kernel in (kernel for kernel in kernels if kernel.products):
             own.update({kind: len(line.place.devices) * kernel.runs * flops for kind, flops in kernel.products.items()})
+            at_peak += kernel.runs * peaks_of(kernel.products, target)
+            taken += kernel_seconds(kernel, target)
         products.update(own)
         if repeated and line.action is not None and line.action.kind == Kind.F and line.fused is None:
             again += placement.num_replicas * repeated[line.stage]
-    offload = engine.options.offload if purpose == "update" else ()
-    visiting = engine.options.waiting and purpose == "update"
-    still = [0.0 if visiting and _visits(line) else seconds for line, seconds in zip(lines, alone, strict=True)]
-    costs = costs_of_plan(plan, schedule.num_stages, still, handing, usual=min)
-    host = _host_work(handing, lanes, launched)
-    devices = {device for place in placement.by_rank for device in place.devices}
-    found, added = _parts_of(_Lines(plan, alone, still, handing, lanes), lowered, schedule.stage_to_rank, placement.by_rank)
-    visits = None
-    if visiting:
-        costs = costs.visited(liveness.brought(schedule.num_stages), [1 / numbers[place].links.host for place in placement.places])
-        visits = _visits_of(lines, alone, sizes, added)
-    flows = lowered.bound.flow is not None
-    return StepBound(schedule, targets, found, costs, offload, dict(products), again, len(devices), host, visits, flows)
+    return _Work(alone, likely, handing, driving, products, again, num_kernels, at_peak / taken if taken else 0.0)
 
 
-def _host_work(handing: Sequence[float], lanes: Sequence[int], launched: Mapping[int, int]) -> HostWork:
+def _host_work(handing: Sequence[float], driving: Sequence[float], lanes: Sequence[int], num_kernels: int) -> HostWork:
     threads = [[k for k, own in enumerate(lanes) if own == lane] for lane in set(lanes)]
-    seconds = max(sum(handing[k] for k in mine) for mine in threads)
-    likely = max(_DRIVEN * len(mine) + _LAUNCH * launched[lanes[mine[0]]] for mine in threads)
-    return HostWork(len(handing), sum(launched.values()), len(threads), seconds, likely)
+    seconds, likely = (max(sum(each[k] for k in mine) for mine in threads) for each in (handing, driving))
+    return HostWork(len(handing), num_kernels, len(threads), seconds, likely)
 
 
 class _Lines(NamedTuple):
@@ -250,13 +431,14 @@ class _Lines(NamedTuple):
     alone: Sequence[float]
     still: Sequence[float]  # where copies of a state that visits take no time
     handing: Sequence[float]
+    calls: Sequence[float]  # of this, what passes before the line can begin
     lanes: Sequence[int]  # which thread hands over each
 
     def in_flow(self, lowered: LoweredStep, num_steps: int) -> "_Lines":
         """The lines of so many steps in flow."""
         order = [number for _, number in cast("Flow", lowered.bound.flow).lines(num_steps)]
-        alone, still, handing = ([own[k] for k in order] for own in (self.alone, self.still, self.handing))
-        return _Lines(flowing_plan(self.plan, lowered, num_steps), alone, still, handing, [self.lanes[k] for k in order])
+        alone, still, handing, calls = ([own[k] for k in order] for own in (self.alone, self.still, self.handing, self.calls))
+        return _Lines(flowing_plan(self.plan, lowered, num_steps), alone, still, handing, calls, [self.lanes[k] for k in order])
 
     def rising(self, stage_to_rank: Sequence[int], rank_to_device: Sequence[int]) -> list[float]:
         """How long the lines take, each time with one more thing that takes time: as in ``Parts``, last copies of the state."""
@@ -266,12 +448,12 @@ class _Lines(NamedTuple):
         programs = [seconds * bool(each.program) for each, seconds in zip(about, sends, strict=True)]
         at_once, handed, late = [0.0] * len(about), list[float](), list[float]()
         spent, before = defaultdict[int, float](float), dict[int, float]()  # by each thread in all, and before its first action
-        for each, lane, seconds in zip(about, self.lanes, self.handing, strict=True):
+        for each, lane, seconds, call in zip(about, self.lanes, self.handing, self.calls, strict=True):
             if each.action is not None:
                 before.setdefault(lane, spent[lane])
+            handed.append(spent[lane] + call)
+            late.append((handed[-1] - before.get(lane, 0.0)) * (each.action is not None))
             spent[lane] += seconds
-            handed.append(spent[lane])
-            late.append((spent[lane] - before.get(lane, 0.0)) * (each.action is not None))
         busy = [0.0] * len(rank_to_device)
         for each, seconds in zip(about, programs, strict=True):
             busy[stage_to_rank[each.stage]] += seconds
@@ -323,7 +505,7 @@ def _handing(line: BoundLine) -> float:
     return _CALL + _RESULT * max(0, len(line.outputs) - 1)
 
 
-def _moving(line: BoundLine, places: Sequence[Place], sizes: Mapping[Name, int], target: Target) -> float:
+def _moving(line: BoundLine, places: Sequence[Place], sizes: Mapping[Name, int], target: GPU) -> float:
     """What a send, or a copy to host memory and back, takes at least; nothing for a batch, which may be there before the call."""
     if line.copies is not None:
         return copy_seconds(sum(sizes.get(name, 0) for name in line.outputs), target)

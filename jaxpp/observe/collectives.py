@@ -12,10 +12,8 @@ for CPUs has no bf16 collectives and reduces f32 instead. A collective in a loop
     }
 """
 
-import itertools
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +25,7 @@ import numpy as np
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.bind import BoundLine
-from jaxpp.runtime.hlo import COLLECTIVES, Computations, HloInstruction, parse_hlo, split_commas, until_closed
+from jaxpp.runtime.hlo import COLLECTIVES, Computations, HloInstruction, num_devices_of, parse_groups, parse_hlo
 from jaxpp.runtime.replica_groups import Mean
 from jaxpp.stages.axes import DATA
 from jaxpp.stages.cost import count_bytes
@@ -35,13 +33,9 @@ from jaxpp.stages.own_params import Joint
 from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, table_lines
 from jaxpp.types import Batch, Key
 
-_STATED = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _UNKNOWN = "?: in a loop whose number of trips is not in the program, or in a branch; counted once"
 _SUMS = {"all-reduce": "all-reduced", "reduce-scatter": "reduce-scattered"}
 _HOST = "(host): in host memory"
-_IOTA = re.compile(r"\[(?P<to>[\d,]+)\](?:<=\[(?P<of>[\d,]+)\])?(?:T\((?P<perm>[\d,]+)\))?")
-_MESH = re.compile(r"mesh\[(?P<sizes>[^\]]*)\](?:,\s*device_ids=\((?P<ids>[^()]*(?:\([^()]*\))?)\))?\s*\{(?P<axes>[^}]*)\}")
-_AXIS = re.compile(r"'?(?P<name>[^':,]+)'?(?::\((?P<before>\d+)\)(?P<size>\d+))?$")
 
 
 @dataclass(frozen=True)
@@ -176,9 +170,9 @@ def read_collectives(hlo_text: str, mesh_shape: Mapping[str, int]) -> tuple[Coll
     if entry is None:
         rule, fix = "the text must be the optimized HLO of a compiled program", "pass jax.jit(f).lower(...).compile().as_text()"
         raise ArgumentError(where, rule, f"a text without ENTRY that begins with {hlo_text[:60]!r}", fix)
-    stated = [int(number) for number in _STATED.findall(hlo_text.split("\n", 1)[0])]
-    if stated and math.prod(stated) != num_devices:
-        got = f"a program for {math.prod(stated)} devices and a mesh of {num_devices}"
+    stated = num_devices_of(hlo_text)
+    if stated not in (None, num_devices):
+        got = f"a program for {stated} devices and a mesh of {num_devices}"
         raise ArgumentError(where, "the program must be compiled for the mesh", got, "pass mesh.shape of the program's mesh")
     found = []
     for instruction, run in _walk(computations, entry, (1, False, True)):
@@ -248,59 +242,3 @@ def _programs(line: BoundLine, call: Any) -> list[tuple[str, Any, dict[str, int]
         return []
     label = f"{' and '.join(action.kind for action in line.actions)} of stage {line.stage}" if line.actions else line.label
     return [(label, call, sizes)]
-
-
-def parse_groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...] | None:
-    """Which devices communicate with one another: ``replica_groups``, or ``source_target_pairs``; None if their form is not known.
-
-    Four forms mean the same on a mesh of 2 x 2: ``{{0,2},{1,3}}``, ``[2,2]<=[2,2]T(1,0)`` (numbers in a row, reshaped and
-    transposed), ``mesh['data'=2,'model'=2] {'data'}`` (an axis may be a part, ``'a':(2)4``), and for all devices ``{}``.
-    """
-    found = re.search(r"\b(?:replica_groups|source_target_pairs)=", attributes)
-    text = attributes[found.end() :] if found else "{}"
-    mesh, iota = _MESH.match(text), _IOTA.match(text)
-    rows = _mesh_groups(mesh) if mesh else _iota(iota) if iota else None
-    if rows is not None:
-        return tuple(map(tuple, rows.tolist()))
-    if not text.startswith("{"):
-        return None
-    inside = until_closed(text, 0)[1:-1]
-    groups = tuple(_ints(group) for group in re.findall(r"\{([^{}]*)\}", inside)) or (_ints(inside),)
-    return groups if any(groups) else (tuple(range(num_devices)),)
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part.strip())
-
-
-def _iota(found: re.Match[str]) -> np.ndarray:
-    """``[2,2]<=[2,2]T(1,0)``: numbers in a row, shaped, transposed, shaped again."""
-    sizes = _ints(found["of"] or found["to"])
-    numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    if found["perm"]:
-        numbers = numbers.transpose(_ints(found["perm"]))
-    return numbers.reshape(_ints(found["to"])) if found["of"] else numbers
-
-
-def _mesh_groups(found: re.Match[str]) -> np.ndarray:
-    """The groups along axes of a mesh, each axis whole or the part ``:(before)size`` of it."""
-    pairs = [part.strip().rsplit("=", 1) for part in found["sizes"].split(",")]
-    sizes = {name.strip("'"): int(size) for name, size in pairs}
-    ids = found["ids"] or ""
-    iota = _IOTA.match(ids)
-    devices = _iota(iota).ravel() if iota else np.array(_ints(ids) or range(math.prod(sizes.values())))
-    matched = [_AXIS.match(part.strip()) for part in split_commas(found["axes"])]
-    wanted = [(axis["name"], axis["before"], axis["size"]) for axis in matched if axis]
-    cuts = {name: {1, size} for name, size in sizes.items()}
-    for name, before, size in wanted:
-        cuts[name] |= {int(before), int(before) * int(size)} if before else set()
-    parts = [(name, low, high // low) for name in sizes for low, high in itertools.pairwise(sorted(cuts[name]))]
-    along = [
-        number
-        for name, before, size in wanted
-        for number, (axis, low, length) in enumerate(parts)
-        if axis == name and (not before or int(before) <= low < int(before) * int(size)) and length > 1
-    ]
-    rest = [number for number in range(len(parts)) if number not in along]
-    grid = devices.reshape([length for _, _, length in parts]).transpose(*rest, *along)
-    return grid.reshape(-1, math.prod(parts[number][2] for number in along))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from jaxpp.errors import JaxppError
-from jaxpp.plan.plan import Instruction, Plan
+from jaxpp.lowering.plan import Instruction, Plan
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Timing, makespan, replay

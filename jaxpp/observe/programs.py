@@ -26,8 +26,8 @@ from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Purpose
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.tracebacks import entries
+from jaxpp.lowering.plan import Instruction
 from jaxpp.observe.memory.liveness import step_shapes
-from jaxpp.plan.plan import Instruction
 from jaxpp.runtime.bind import BoundLine, Shapes
 from jaxpp.runtime.compile import PlacedProgram
 from jaxpp.runtime.hlo import HloInstruction, Kernel, aliased, float64_in, parse_hlo, read_kernels
@@ -51,7 +51,7 @@ from jaxpp.schedule.draw.canvas import (
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.program import Role
 from jaxpp.tables import bytes_in_words, flops_in_words, fold_lines, html_remarks, html_table, in_bytes, table_lines
-from jaxpp.targets import Target, compiles_only, device_name, target_of
+from jaxpp.targets import GPU, compiles_only, device_name, target_of
 from jaxpp.types import Batch, Key
 
 __all__ = ["Kept", "ProgramRow", "ProgramTable", "WeightCopy", "programs_of"]
@@ -68,6 +68,8 @@ _LAUNCH_PART = 0.25
 _KEPT_PART, _KEPT_TIMES = 0.9, 4
 """Of a program's temporaries, and of the activations that it reads and sends: how large a residual is that is told of. So large are
 the scores of attention on long sequences. The inner activations of a block, four times its width, are twice what comes and goes."""
+_FLASH = 8, 0
+"""The compute capability from which cuDNN has attention that keeps no scores."""
 _SEEN = 0.01
 """Of the bound of all programs of a step, what a waste must cost to be told of; less is not seen in a measured step."""
 _NAMED = 3  # further programs with the same waste that are named
@@ -225,7 +227,7 @@ class ProgramTable(Sequence[ProgramRow]):
     """
 
     rows: tuple[ProgramRow, ...]
-    target: Target | None = None
+    target: GPU | None = None
     remarked: tuple[str, ...] = ()
 
     @overload
@@ -457,8 +459,9 @@ def _read(row: ProgramRow, compiled: Compiled, line: BoundLine, paths: Sequence[
         sizes = {"arguments": memory.argument_size_in_bytes, "outputs": memory.output_size_in_bytes}
         row = replace(row, **sizes, temporaries=memory.temp_size_in_bytes, aliased=memory.alias_size_in_bytes)
     if target is not None:
-        short = sum(kernel.runs for kernel in kernels if kernel_roofline(kernel, target).launch)
-        row = replace(row, roofline=program_roofline(kernels, target), short=short)
+        where = target, line.place.devices
+        short = sum(kernel.runs for kernel in kernels if kernel_roofline(kernel, *where).launch)
+        row = replace(row, roofline=program_roofline(kernels, *where), short=short)
     row = replace(row, num_arguments=len(jax.tree.leaves(compiled.in_avals)), num_donated=len(aliased(text)))
     row = replace(row, kernels=kernels, has_float64=float64_in(text))
     return row if line.placed is None else _read_values(row, text, line, line.placed, paths, shapes)
@@ -555,7 +558,7 @@ def _wide_products(programs: ProgramTable) -> str:
     )
 
 
-def _slower(target: Target | None, wide: str, narrow: str) -> str:
+def _slower(target: GPU | None, wide: str, narrow: str) -> str:
     """How much higher the peak of a narrow type is than that of a wide type."""
     if target is None:
         return ""
@@ -610,10 +613,21 @@ def _large_residuals(programs: ProgramTable) -> str:
         return ""
     worst, largest, others = _ranked(found)
     size, besides = bytes_in_words(largest.num_bytes), in_bytes(worst.temporaries)
+    flash = (
+        'if it has the scores of attention, jax.nn.dot_product_attention(..., implementation="cudnn") keeps none; else '
+        if _may_be_scores(largest) and (programs.target is None or programs.target.chip.capability >= _FLASH)
+        else ""
+    )
     return (
         f"{worst.name} keeps a residual {largest.shape} of {size} for the backward, as large as all its temporaries ({besides})"
-        f"{_so(others)}: compute it in a narrower type, or recompute it (remat=)"
+        f"{_so(others)}: {flash}compute it in a narrower type, or recompute it (remat=)"
     )
+
+
+def _may_be_scores(kept: Kept) -> bool:
+    """Whether a residual has a number for each pair of positions, in examples or heads."""
+    *many, queries, keys = kept.shape.partition("[")[2].rstrip("]").split(",") if "," in kept.shape else ("", "")
+    return bool(many) and queries == keys
 
 
 def _doubles(programs: ProgramTable) -> str:
@@ -689,7 +703,7 @@ class Dot(NamedTuple):
         return name.replace("forward_backward", "forward + backward").replace("_", " ") or self.name
 
 
-def roofline_figure(dots: Sequence[Dot], kinds: Sequence[str], target: Target, width: float | None = None) -> Figure:
+def roofline_figure(dots: Sequence[Dot], kinds: Sequence[str], target: GPU, width: float | None = None) -> Figure:
     """The roof of a target for the types of products, and a dot for each program that computes anything.
 
     Both axes are logarithmic: FLOPs for each byte, and FLOP/s. Dots have numbers, and below the axes stands what they are,
@@ -749,7 +763,7 @@ def _across(left_out: int, groups: Sequence[Sequence[Dot]], peaks: Sequence[tupl
     return "\n".join(["FLOPs for each byte", *(line for each in filter(None, said) for line in textwrap.wrap(each, room))])
 
 
-def _peaks(kinds: Sequence[str], target: Target) -> list[tuple[float, str]]:
+def _peaks(kinds: Sequence[str], target: GPU) -> list[tuple[float, str]]:
     """The peaks of the types of products, and of elementwise work, the highest first; types that are equally fast are one."""
     named: dict[float, list[str]] = {}
     for kind in kinds:
@@ -759,7 +773,7 @@ def _peaks(kinds: Sequence[str], target: Target) -> list[tuple[float, str]]:
 
 
 def _extents(
-    drawn: Sequence[Dot], peaks: Sequence[tuple[float, str]], target: Target
+    drawn: Sequence[Dot], peaks: Sequence[tuple[float, str]], target: GPU
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """What holds all dots and the corners of the roof."""
     ridges = [peak / target.bandwidth for peak, _ in peaks]
@@ -773,7 +787,7 @@ def _room(values: Sequence[float]) -> tuple[float, float]:
     return min(values) / 2, max(values) * 1.25
 
 
-def _draw_roof(axes: Axes, peaks: Sequence[tuple[float, str]], target: Target, across: tuple[float, float]) -> None:
+def _draw_roof(axes: Axes, peaks: Sequence[tuple[float, str]], target: GPU, across: tuple[float, float]) -> None:
     left, right = across
     highest = peaks[0][0] / target.bandwidth
     axes.plot([left, highest], [left * target.bandwidth, peaks[0][0]], color=INK, linewidth=1.5, label="memory", zorder=2)

@@ -2,6 +2,10 @@
 
 The backward starts from ``scale``, and gradients are divided by it before the update. If any is not finite, nothing is updated and
 the scale is lowered; after enough finite steps it is raised. It is the user's: Flax's ``DynamicScale``, or a dataclass like it.
+
+With ``delay`` the backwards of a step begin before it is known whether the step before was skipped. So they start from the scale as
+it was before that step, as they read the parameters before it, and gradients are divided by what they were made with. Each step
+that is found not finite is skipped and lowers the newest scale once: two in a row, of which the second had begun, lower it twice.
 """
 
 import dataclasses
@@ -19,8 +23,8 @@ from jaxpp.types import Array
 _FIELDS = ("scale", "fin_steps", "growth_factor", "backoff_factor", "growth_interval", "minimum_scale")
 
 
-def check_loss_scale(loss_scale: Any) -> "Scaling | None":
-    """How to scale, from the object that the user passed; None without one."""
+def check_loss_scale(loss_scale: Any, *, late: bool = False) -> "Scaling | None":
+    """How to scale, from the object that the user passed, by the scale before the last step if gradients are ``late``; or None."""
     if loss_scale is None:
         return None
     example: Any = loss_scale  # the check below narrows the other name
@@ -40,7 +44,7 @@ def check_loss_scale(loss_scale: Any) -> "Scaling | None":
     if wrong:
         rule = "a loss scale is positive, grows by a factor of at least 1 and falls by one of at most 1"
         raise ArgumentError("loss_scale", rule, wrong, "pass for example DynamicScale(growth_interval=2000)")
-    return Scaling(loss_scale, order.index(0), order.index(1))
+    return Scaling(loss_scale, order.index(0), order.index(1), len(order) if late else order.index(0))
 
 
 class Scaling(NamedTuple):
@@ -49,32 +53,36 @@ class Scaling(NamedTuple):
     example: Any  # the user's object, at the beginning
     scale: int  # the number of the scale among its leaves
     fin_steps: int  # the number of the count of finite steps since the last change
+    by: int  # the number of the scale of the next gradients: with ``delay`` the one before the last step, behind the others
+
+    @property
+    def is_late(self) -> bool:
+        """Whether gradients are made with the scale before the last step."""
+        return self.by != self.scale
 
     def init(self) -> list[jax.Array]:
         """The leaves at the beginning."""
-        values = {
-            self.scale: jnp.asarray(self.example.scale, jnp.float32),
-            self.fin_steps: jnp.asarray(self.example.fin_steps, int),
-        }
+        numbers = {self.scale: self.example.scale, self.fin_steps: self.example.fin_steps, self.by: self.example.scale}
+        values = {k: jnp.asarray(number, int if k == self.fin_steps else jnp.float32) for k, number in numbers.items()}
         return [values[k] for k in sorted(values)]
 
     def unscale(self, grads: Sequence[Array], leaves: Sequence[Array]) -> tuple[list[Array], Array]:
         """The gradients divided by the scale, and whether all of them are finite."""
-        scale, finite = leaves[self.scale], jnp.asarray(True)
+        scale, finite = leaves[self.by], jnp.asarray(True)
         for grad in filter(has_gradient, grads):
             finite &= jnp.isfinite(_divided(grad, scale)).all()
         late = jnp.where(finite, scale, 1.0)  # so that the update waits for the verdict, and runs as one program a stage
         return [_divided(grad, late).astype(grad.dtype) if has_gradient(grad) else grad for grad in grads], finite
 
     def adjust(self, leaves: Sequence[Array], finite: Array) -> list[Array]:
-        """The leaves after a step."""
+        """The leaves after a step, without what was known before it."""
         scale, count, rule = leaves[self.scale], leaves[self.fin_steps], self.example
         grow = count == rule.growth_interval
         raised = jnp.where(grow, jnp.minimum(scale * rule.growth_factor, jnp.finfo(jnp.float32).max), scale)
         lowered = scale * rule.backoff_factor
         lowered = lowered if rule.minimum_scale is None else jnp.maximum(lowered, rule.minimum_scale)
         new = {self.scale: jnp.where(finite, raised, lowered), self.fin_steps: jnp.where(grow | ~finite, 0, count + 1)}
-        return [new[k].astype(leaf.dtype) for k, leaf in enumerate(leaves)]
+        return [new[k].astype(leaves[k].dtype) for k in sorted(new)]
 
 
 def _divided(grad: Array, scale: Array) -> Array:

@@ -16,6 +16,7 @@ import fnmatch
 import functools
 import math
 import operator
+import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -29,7 +30,7 @@ import optax
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.tree_util import KeyPath
 
-from jaxpp.errors import ArgumentError, JaxppError, OptimizerError
+from jaxpp.errors import ArgumentError, JaxppError, OptimizerError, shown
 from jaxpp.optim.divided import Along, divided_function
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.floating import floating, masked_like, with_others
@@ -150,6 +151,16 @@ class TracedOptimizer:
             known.append(found)
         return _Flat(init, graph, shapes, opt_tree)
 
+    @property
+    def shapes(self) -> Sequence[Aval]:
+        """Those of the leaves of the whole state."""
+        return self._traced.shapes
+
+    @property
+    def eqns(self) -> Sequence[JaxprEqn]:
+        """The equations of an update."""
+        return self._traced.graph.eqns
+
     @cached_property
     def _init_graph(self) -> Graph:
         return trace(self._traced.init, list(self._leaves))[0]
@@ -195,7 +206,13 @@ class TracedOptimizer:
         if clash:
             rule = "a step that trains some parameters leaves what the optimizer holds for the others as it is"
             got = clash[:_MANY] + [f"and {len(clash) - _MANY} more"] * (len(clash) > _MANY)
-            fix = "give the parameters of each step an optimizer: optax.multi_transform({name: optax.adam(...), ...}, labels)"
+            line = _labelling(
+                [names[k] for k in sorted(self.untrained)], [n for k, n in enumerate(names) if k not in self.untrained]
+            )
+            fix = (
+                'give the others an optimizer that holds nothing: optax.multi_transform({"trained": optimizer, "frozen": '
+                f"optax.set_to_zero()}}, label), with label = {line}; or, if pipe.other trains them, one of their own in its place"
+            )
             raise OptimizerError("trains", rule, got, fix)
         return frozenset(kept)
 
@@ -424,6 +441,27 @@ def _belonging(graph: Graph, count: int, paths: Sequence[KeyPath]) -> list[froze
 def _num_shared(path: KeyPath, other: KeyPath) -> int:
     """With how many equal keys two paths begin."""
     return next((k for k, (a, b) in enumerate(zip(path, other, strict=False)) if a != b), min(len(path), len(other)))
+
+
+def _labelling(others: Sequence[str], trained: Sequence[str]) -> str:
+    """A function that tells trained parameters from others, for ``optax.multi_transform``, as a line of code.
+
+    Example:
+        >>> label = eval(_labelling(["w/kernel"], ["w/lora_a", "w/lora_b"]))
+        >>> label({"w": {"kernel": 0, "lora_a": 0}})
+        {'w': {'kernel': 'frozen', 'lora_a': 'trained'}}
+    """
+    parts = [path.split("/") for path in trained]
+    words = [
+        posixpath.commonprefix([path[-1] for path in parts]),
+        *(word for word in parts[0] if all(word in each for each in parts)),
+    ]
+    apart = [repr(word).replace("'", '"') for word in words if word and not any(word in path for path in others)]
+    told = f'jax.tree_util.keystr(path, simple=True, separator="/") in {shown(list(trained))}'
+    if apart:
+        told = f"{apart[0]} in jax.tree_util.keystr(path)"
+    by_path = f'lambda path, _: "trained" if {told} else "frozen"'
+    return f"lambda params: jax.tree_util.tree_map_with_path({by_path}, params)"
 
 
 def untrained_leaves(params: Params, patterns: Sequence[str] | None, *, strict: bool = True) -> frozenset[int]:

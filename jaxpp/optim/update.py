@@ -20,12 +20,12 @@ from jax.extend.core import JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
 from jaxpp.errors import OptimizerError
+from jaxpp.lowering.builder import Builder, Name
+from jaxpp.lowering.lower import closed_function
+from jaxpp.lowering.step import Leaves, StateLeaf, total_name
 from jaxpp.optim.divided import MOVABLE
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.optim.owners import LOSS, HeldOptimizer, open_conditions, size
-from jaxpp.plan.builder import Builder, Name
-from jaxpp.plan.lower import closed_function
-from jaxpp.plan.step import Leaves, StateLeaf, total_name
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
 from jaxpp.stages.graph import Graph, Piece, descendants, partition, trace
@@ -100,18 +100,21 @@ class Update:
     leaves: Leaves[StateLeaf]  # what it reads and makes: of the model state and the loss scale those of a scaled loss
     parts: tuple[UpdatePart | None, ...]  # of each equation; an equation of None is repeated where it is needed
     watched: tuple[int, ...]  # the stages that own parameters which are not frozen
+    late_scale: tuple[int, ...] = ()  # with ``delay``, the number of the leaf of the loss scale that is kept for the next gradients
     programs: WeakValueDictionary[Hashable, Program] = field(default_factory=WeakValueDictionary)  # the same at every batch size
 
     @cached_property
     def result_stages(self) -> UpdateResults[int]:
         """The stage that each result goes to."""
-        _, opt, params, _, scale, state, _ = _read_by(self.leaves, lambda leaf: leaf.stage, HUB)
+        _, opt, params, _, _, state, _ = _read_by(self.leaves, lambda leaf: leaf.stage, HUB)
+        scale = tuple(leaf.stage for leaf in self.leaves.loss_scale if leaf.changes)
         return UpdateResults(params, opt, state, scale, (HUB,) if scale else (), (HUB,), self.watched)
 
     def new_state(self, names: Leaves[Name], made: UpdateResults[Name], states: Sequence[Name]) -> Leaves[Name]:
         """What the leaves of the state after a step are called: ``names`` before it, ``states`` of the new model state."""
         previous = [names.all_params[leaf.index] for leaf in self.leaves.previous]  # what was the newest
-        return names.fill([*made.params, *made.opt, *(made.state or states), *made.scale, *previous])
+        scale = [*made.scale, *(names.loss_scale[number] for number in self.late_scale)]
+        return names.fill([*made.params, *made.opt, *(made.state or states), *scale, *previous])
 
     @cached_property
     def kept(self) -> frozenset[int]:
@@ -175,7 +178,8 @@ def plan_update(
     placed = _read_by(leaves, lambda leaf: None if leaf.role == Role.OPT and leaf.index in homeless else leaf.stage, loss_stage)
     homes = {var: stage for var, stage in zip(graph.inputs, flat(placed), strict=True) if stage is not None}
     init_graph, _ = trace(init, [leaf.aval for leaf in params])
-    return Update(graph, init_graph, optimizer.tree, leaves, _parts(graph, homes, paths), tuple(watched))
+    late_scale = (scaling.scale,) if scaling is not None and scaling.is_late else ()
+    return Update(graph, init_graph, optimizer.tree, leaves, _parts(graph, homes, paths), tuple(watched), late_scale)
 
 
 def _opt_leaf(optimizer: HeldOptimizer, number: int, params: Sequence[StateLeaf], loss_stage: int) -> StateLeaf:

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 
-from jaxpp.plan.builder import CALLER, Builder, Constant, GroupMean, Line, LineList, MemoryCopy, Name
-from jaxpp.plan.lanes import in_lanes
-from jaxpp.plan.plan import About, Instruction, Plan, SlotNumbers
+from jaxpp.lowering.builder import CALLER, Builder, Constant, GroupMean, Line, LineList, MemoryCopy, Name
+from jaxpp.lowering.lanes import in_lanes
+from jaxpp.lowering.plan import About, Instruction, Plan, SlotNumbers
 from jaxpp.runtime.compile import Executable, PlacedProgram, Programs
 from jaxpp.runtime.place import Place, Placement, Submesh
 from jaxpp.runtime.processes.here import devices_in, elsewhere, is_here, processes_of

@@ -29,7 +29,7 @@ from jax.sharding import Sharding
 from jax.stages import Compiled, Lowered
 
 from jaxpp.errors import ArgumentError
-from jaxpp.plan.builder import Constant
+from jaxpp.lowering.builder import Constant
 from jaxpp.runtime.edges import put, put_at
 from jaxpp.runtime.interrupts import held
 from jaxpp.runtime.place import Place
@@ -42,6 +42,7 @@ Shardings = tuple[Sharding, ...]
 
 _MODULE = re.compile(r"^module @\S+", re.MULTILINE)
 
+_UNREGISTERED = re.compile(r"(?:No FFI handler registered for|untyped custom call to) (?P<name>\S+)")
 _PATIENCE = 2.0  # seconds of compiling after which a progress bar is shown
 _LEAN: dict[str, dict[str, Any]] = {"cpu": {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}}
 """By platform, XLA's options that order a program's operations for little memory."""
@@ -290,8 +291,19 @@ def compile_lowered(lowered: Lowered, platform: str, *, lean: bool) -> Compiled:
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
+        if unknown := _UNREGISTERED.search(str(error)):
+            where, rule = "the model", "a custom call is of a function that is registered for the platform of its devices"
+            named, on = unknown["name"], "CUDA" if platform == "gpu" else platform
+            got = f"{named}, of which this process knows none for {on}"
+            fix = f'call jax.ffi.register_ffi_target("{named}", ..., platform="{on}") first, or plan for devices that have it'
+            raise ArgumentError(where, rule, got, fix) from error
+        if "custom_partitioner" in str(error) and "'spec'" in str(error):
+            where, rule = "mesh", "a function that says how it is divided asks for the names of axes, as attention by cuDNN does"
+            got = "a rank with replicas of stages that several devices share, where XLA knows no names"
+            fix = 'pass a mesh with one of "data" and "model" alone, or attention that is not cuDNN\'s (implementation="xla")'
+            raise ArgumentError(where, rule, got, fix) from error
         if "No PTX compilation provider" not in str(error):
             raise
         where, rule = "devices", "to compile for a GPU, XLA needs NVIDIA's assembler, a program called ptxas"
-        fix = 'pip install "jaxpp[targets]", or put the folder of ptxas on PATH'
+        fix = 'pip install -e ".[targets]" in the checkout of jaxpp, or put the folder of ptxas on PATH'
         raise ArgumentError(where, rule, "XLA found none on this machine", fix) from error

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jaxpp.errors import NonFiniteError
-from jaxpp.plan.step import Step
+from jaxpp.lowering.step import Step
 from jaxpp.runtime.bind import BoundLine, Runnable
 from jaxpp.runtime.compile import PlacedProgram
 from jaxpp.stages.graph import trace
@@ -31,7 +31,6 @@ _WORDS = {
     Role.PARAM: "parameter",
     Role.STATE: "model state",
     Role.OPT: "optimizer state",
-    Role.BATCH: "the batch, leaf",
     Role.VALUE: "a value of the optimizer,",
 }
 
@@ -87,13 +86,17 @@ class NanCheck:
         flag, what = "jax_debug_nans" if self._nans else "jax_debug_infs", ["NaN"] * self._nans + ["infinity"] * self._infs
         rule = f"with {flag} on, no value that a program returns is {' or '.join(what)}"
         got.append(origin or "which equation makes it is not seen when they run one by one")
-        fix = "look at that line of the model; the state is as it was before, pipe.state"
+        data = [self._name(ref) for ref in given if ref.role == Role.BATCH] if not made else []
+        look = f"look at what makes {', '.join(data)}" if data else "look at that line of the model"
+        fix = f"{look}; the state is as it was before, pipe.state"
         raise NonFiniteError(f"{line.label} ({where})", rule, got, fix)
 
     def _name(self, ref: Ref) -> str:
         loss = self._step.cuts[0].loss
         if ref.role in _ALONE:
             return _ALONE[ref.role]
+        if ref.role == Role.BATCH:  # the last may be the weights of microbatches
+            return ([*loss.batch_leaves, "the weights of the microbatches"])[min(ref.index, len(loss.batch_leaves))]
         of_params = dict.fromkeys((Role.PARAM, Role.GRAD, Role.ADDEND), loss.param_paths)
         paths = {**of_params, Role.STATE: loss.state_paths}.get(ref.role, ())
         path = paths[ref.index] if 0 <= ref.index < len(paths) else str(ref.index)

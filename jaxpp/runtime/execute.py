@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxpp.plan.plan import Execution, Instruction, Plan, Slots
+from jaxpp.lowering.plan import Execution, Instruction, Plan, Slots
 from jaxpp.runtime.place import Placement
 from jaxpp.runtime.threads import Threads
 from jaxpp.types import Array, Leaf

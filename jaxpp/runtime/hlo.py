@@ -16,12 +16,15 @@ Each kernel becomes a ``Kernel``. Its arithmetic is the sum over what it fuses. 
 many elements of each value are needed by what uses it. The slice above needs one row of ``param``, not all eight.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import numpy as np
 
 COLLECTIVES = frozenset(
     "all-reduce all-gather reduce-scatter collective-permute all-to-all ragged-all-to-all collective-broadcast".split()
@@ -31,6 +34,10 @@ _ARRAY = re.compile(r"(?P<type>[a-z]\w*)\[(?P<sizes>[^\]]*)\](?P<layout>\{[^}]*\
 _HEADER = re.compile(r"^(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*(\(.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[\w.\-]+)\s+=\s+(?P<rest>.*)$")
 _OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
+_STATED = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
+_IOTA = re.compile(r"\[(?P<to>[\d,]+)\](?:<=\[(?P<of>[\d,]+)\])?(?:T\((?P<perm>[\d,]+)\))?")
+_MESH = re.compile(r"mesh\[(?P<sizes>[^\]]*)\](?:,\s*device_ids=\((?P<ids>[^()]*(?:\([^()]*\))?)\))?\s*\{(?P<axes>[^}]*)\}")
+_AXIS = re.compile(r"'?(?P<name>[^':,]+)'?(?::\((?P<before>\d+)\)(?P<size>\d+))?$")
 _BRACKET = re.compile(r"[({\[\])}]")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _ROLES = "calls|called_computations|to_apply|body|condition|branch_computations|true_computation|false_computation"
@@ -44,11 +51,15 @@ _ALIASED = re.compile(r"\((\d+),\s*\{")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _FUSED_BY = re.compile(r'"kind":"(__[^"]*)"')
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]')
+_BATCHED = re.compile(r'lhs_batch_dim(?:s|ensions)"?[=:][{\[]([^}\]]*)[}\]]')
 _PRECISION = re.compile(r'operand_precision"?[=:][{\[]([^}\]]*)[}\]]')
 _ALGORITHM = re.compile(r'algorithm(?:=|":")(?:alg_)?dot_(?:any_)?(?P<type>[a-z]+\d+)\w*?(?:_x(?P<times>\d))?\b', re.IGNORECASE)
 _KERNEL_LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
 _WINDOW = re.compile(r"window=\{size=([\dx]+)")
-_ATTENTION = re.compile(r'"intermediate_tensor_shape":.*?"dimensions":\[([^\]]*)\]')
+_SCORES = re.compile(r'"intermediate_tensor_shape":.*?"dimensions":\[([^\]]*)\]')
+_CAUSAL = re.compile(r'"mask_type":"(?:PADDING_)?CAUSAL"')
+_ATTENDED = re.compile(r'"sliding_window_length":(\d+)')
+_SPACED = re.compile(r"(?<=[:,]) +")
 _TYPE = re.compile(r"(bf|tf|f|s|u)(\d+)")
 _TYPES = {"bf": "bfloat", "tf": "tensorfloat", "f": "float", "s": "int", "u": "int"}
 _COMPLEX = {"c64": "f32", "c128": "f64"}
@@ -135,7 +146,7 @@ class HloInstruction(NamedTuple):
     operands: tuple[Shape, ...]
     names: tuple[str, ...]  # of the operands; of a parameter, its number
     attributes: str  # what stands behind the operands, without quoted strings
-    config: str  # what stands behind the operands
+    config: str  # what stands behind the operands; of JSON, in which JAX writes spaces and XLA none, without those spaces
     calls: tuple[Call, ...]
     is_root: bool
 
@@ -146,6 +157,22 @@ class HloInstruction(NamedTuple):
 
 
 Computations = Mapping[str, Sequence[HloInstruction]]
+
+
+class Product(NamedTuple):
+    """What is multiplied at once: ``batch`` products of m x k by k x n matrices; a convolution as the product that computes it.
+
+    Of attention, m are the queries, n the keys and k the features of a head.
+    """
+
+    type: str  # that it is computed in: ``"bfloat16"``
+    flops: int
+    batch: int
+    m: int
+    n: int
+    k: int
+    attends: str = ""  # of attention ``"forward"`` or ``"backward"``
+    causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,6 +194,11 @@ class Kernel:
         bytes_read: bytes that the kernel needs of its operands in device memory.
         bytes_written: bytes of its results in device memory; of an update in place, those of the update.
         host_bytes: bytes that it reads or writes in host memory; they are in neither of the two above.
+        collective: what devices do together, as XLA calls it: ``"all-reduce"``; empty of other kernels.
+        groups: the positions in the mesh, row by row, of devices that do it with one another; or (source, target) pairs.
+        sizes: each of its ``products`` by its sizes.
+        again: of arrays in device memory that it reads and that were read or written before in the same computation, the bytes that
+            it needs of each, and the bytes that all kernels have moved since: few enough for a cache, it may find them there.
     """
 
     name: str
@@ -179,21 +211,32 @@ class Kernel:
     bytes_read: int
     bytes_written: int
     host_bytes: int
+    collective: str = ""
+    groups: tuple[tuple[int, ...], ...] = ()
+    sizes: tuple[Product, ...] = ()
+    again: tuple[tuple[int, int], ...] = ()
 
 
 def read_kernels(hlo_text: str) -> tuple[Kernel, ...]:
     """The kernels that a compiled program runs, in its order; those of a loop stand where the loop is, each once.
 
     Products by Triton, cuBLAS and cuDNN multiply float32 in tensorfloat32, unless the program asks for the highest precision or
-    for an algorithm. Convolutions count what is padded or dilated as if it were multiplied, and attention by cuDNN counts masked
-    positions. Arithmetic counts as none where it is not known: of sorting, of Fourier transforms, of what a library fuses to a
-    product, and of other custom calls. The workspace of a library is not memory that is written. A sort reads and writes once.
+    for an algorithm. Convolutions count what is padded or dilated as if it were multiplied. Attention by cuDNN counts no score that
+    a causal mask or a window hides, and all that padding hides. Arithmetic counts as none where it is not known: of sorting, of
+    Fourier transforms, of what a library fuses to a product, and of other custom calls. The workspace of a library is not memory
+    that is written. A sort reads and writes once.
 
     Args:
         hlo_text: ``compiled.as_text()``. A text without ENTRY has no kernels.
     """
     computations, entry = parse_hlo(hlo_text)
-    return tuple(_kernels(computations, entry)) if entry else ()
+    return tuple(_kernels(computations, entry, num_devices_of(hlo_text) or 1)) if entry else ()
+
+
+def num_devices_of(hlo_text: str) -> int | None:
+    """For how many devices a program is compiled, as its header says; None if it does not."""
+    stated = [int(number) for number in _STATED.findall(hlo_text.split("\n", 1)[0])]
+    return math.prod(stated) if stated else None
 
 
 def aliased(hlo_text: str) -> frozenset[int]:
@@ -248,6 +291,62 @@ def until_closed(text: str, start: int) -> str:
     return text[start:]
 
 
+def parse_groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...] | None:
+    """Which devices communicate with one another: ``replica_groups``, or ``source_target_pairs``; None if their form is not known.
+
+    Four forms mean the same on a mesh of 2 x 2: ``{{0,2},{1,3}}``, ``[2,2]<=[2,2]T(1,0)`` (numbers in a row, reshaped and
+    transposed), ``mesh['data'=2,'model'=2] {'data'}`` (an axis may be a part, ``'a':(2)4``), and for all devices ``{}``.
+    """
+    found = re.search(r"\b(?:replica_groups|source_target_pairs)=", attributes)
+    text = attributes[found.end() :] if found else "{}"
+    mesh, iota = _MESH.match(text), _IOTA.match(text)
+    rows = _mesh_groups(mesh) if mesh else _iota(iota) if iota else None
+    if rows is not None:
+        return tuple(map(tuple, rows.tolist()))
+    if not text.startswith("{"):
+        return None
+    inside = until_closed(text, 0)[1:-1]
+    groups = tuple(_ints(group) for group in re.findall(r"\{([^{}]*)\}", inside)) or (_ints(inside),)
+    return groups if any(groups) else (tuple(range(num_devices)),)
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+def _iota(found: re.Match[str]) -> np.ndarray:
+    """``[2,2]<=[2,2]T(1,0)``: numbers in a row, shaped, transposed, shaped again."""
+    sizes = _ints(found["of"] or found["to"])
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    if found["perm"]:
+        numbers = numbers.transpose(_ints(found["perm"]))
+    return numbers.reshape(_ints(found["to"])) if found["of"] else numbers
+
+
+def _mesh_groups(found: re.Match[str]) -> np.ndarray:
+    """The groups along axes of a mesh, each axis whole or the part ``:(before)size`` of it."""
+    pairs = [part.strip().rsplit("=", 1) for part in found["sizes"].split(",")]
+    sizes = {name.strip("'"): int(size) for name, size in pairs}
+    ids = found["ids"] or ""
+    iota = _IOTA.match(ids)
+    devices = _iota(iota).ravel() if iota else np.array(_ints(ids) or range(math.prod(sizes.values())))
+    matched = [_AXIS.match(part.strip()) for part in split_commas(found["axes"])]
+    wanted = [(axis["name"], axis["before"], axis["size"]) for axis in matched if axis]
+    cuts = {name: {1, size} for name, size in sizes.items()}
+    for name, before, size in wanted:
+        cuts[name] |= {int(before), int(before) * int(size)} if before else set()
+    parts = [(name, low, high // low) for name in sizes for low, high in itertools.pairwise(sorted(cuts[name]))]
+    along = [
+        number
+        for name, before, size in wanted
+        for number, (axis, low, length) in enumerate(parts)
+        if axis == name and (not before or int(before) <= low < int(before) * int(size)) and length > 1
+    ]
+    rest = [number for number in range(len(parts)) if number not in along]
+    grid = devices.reshape([length for _, _, length in parts]).transpose(*rest, *along)
+    return grid.reshape(-1, math.prod(parts[number][2] for number in along))
+
+
 def split_commas(text: str) -> list[str]:
     """The parts between commas that stand in no brackets."""
     parts, depth = [""], 0
@@ -269,7 +368,7 @@ def _instruction(name: str, rest: str, is_root: bool, known: dict[str, Shape]) -
     inside = until_closed(behind, found.end() - 1)
     attributes = behind[found.end() - 1 + len(inside) :]
     opcode = found["opcode"]
-    bare, config = _STRING.sub('""', attributes), attributes.replace("\\", "")
+    bare, config = _STRING.sub('""', attributes), _SPACED.sub("", attributes.replace("\\", ""))
     texts = [part.strip() for part in split_commas(inside[1:-1])] if opcode != "constant" else ()
     names = tuple(text.split(" ")[-1].lstrip("%") for text in texts)
     operands = tuple(known.get(name) or parse_shape(text) for name, text in zip(names, texts, strict=True))
@@ -296,18 +395,23 @@ def _bits(kind: str, layout: str) -> int:
     return int(packed[1]) if packed else max(8, int(digits[0])) if digits else 8
 
 
-def _kernels(computations: Computations, name: str) -> Iterator[Kernel]:
+def _kernels(computations: Computations, name: str, num_devices: int) -> Iterator[Kernel]:
     """The kernels of a computation that runs once. XLA evaluates a loop's condition only if its number of trips is not known."""
     around = {instruction.name: instruction for instruction in computations.get(name, ())}
     finished = {each.names[0]: each.result for each in around.values() if each.opcode.endswith("-done") and each.names}
+    moved, last = 0, dict[str, int]()  # bytes so far, and how many they were when a buffer was last touched
     for instruction in around.values():
         if instruction.opcode in _NOTHING or instruction.opcode.endswith(("-update", "-done")):
             continue
         if instruction.does not in _RUNS_OTHERS:
-            yield _kernel(instruction, computations, around, finished)
+            kernel, read = _kernel(instruction, computations, around, finished, num_devices)
+            again = tuple((num_bytes, moved - last[name]) for name, num_bytes in read.items() if name in last and num_bytes)
+            moved += kernel.bytes_read + kernel.bytes_written
+            last |= dict.fromkeys([*read, *_buffers_of(instruction)], moved)
+            yield replace(kernel, again=again)
             continue
         calls = [call for call in instruction.calls if call.role != "condition" or call.times is None]
-        inside = [[_repeated(kernel, call.times) for kernel in _kernels(computations, call.name)] for call in calls]
+        inside = [[_repeated(kernel, call.times) for kernel in _kernels(computations, call.name, num_devices)] for call in calls]
         for kernels in [max(inside, key=_weight, default=[])] if instruction.opcode == "conditional" else inside:
             yield from kernels
 
@@ -328,22 +432,29 @@ def _kernel(
     computations: Computations,
     around: Mapping[str, HloInstruction],
     finished: Mapping[str, Shape],
-) -> Kernel:
-    """What an instruction of a computation runs; ``finished`` are the results of what it starts."""
+    num_devices: int,
+) -> tuple[Kernel, dict[str, int]]:
+    """What an instruction runs, and what it reads of each buffer; ``finished`` are the results of what it starts."""
     body = _body(instruction, computations)
     parts = list(_fused(body, computations))
     by = _writer(instruction, parts)
+    sizes = tuple(product for part in parts if (product := _product_of(part, by)) is not None)
     products: Counter[str] = Counter()
-    for part in parts:
-        products.update(_products(part, by))
+    for product in sizes:
+        products[product.type] += product.flops
     flops = sum(_flops(part, computations) for part in parts)
     taken_over = _taken_over(body)
     read = _read(instruction, around, _needed(body, taken_over, computations))
     written = _written(instruction, body, taken_over, by, finished)
-    host = sum(num_bytes for num_bytes, on_host in (*read, *written) if on_host)
-    reads, writes = (sum(num_bytes for num_bytes, on_host in each if not on_host) for each in (read, written))
+    host = sum(num_bytes for num_bytes, on_host in (*read.values(), *written) if on_host)
+    reads, writes = (sum(num_bytes for num_bytes, on_host in each if not on_host) for each in (read.values(), written))
+    by_buffer = {name: num_bytes for name, (num_bytes, on_host) in read.items() if not on_host}
     kind = _kind({part.does for part in parts}, products, by, flops * _BYTES_A_FLOP < reads + writes + host)
-    return Kernel(instruction.name, kind, by, 1, True, dict(products), flops, reads, writes, host)
+    made = Kernel(instruction.name, kind, by, 1, True, dict(products), flops, reads, writes, host, sizes=sizes)
+    together = next((part for part in parts if part.does in COLLECTIVES), None)
+    if together is not None:
+        made = replace(made, collective=together.does, groups=parse_groups(together.attributes, num_devices) or ())
+    return made, by_buffer
 
 
 def _body(instruction: HloInstruction, computations: Computations) -> Sequence[HloInstruction]:
@@ -406,54 +517,77 @@ def _flops(instruction: HloInstruction, computations: Computations) -> int:
     return 0
 
 
-def _products(instruction: HloInstruction, by: str) -> dict[str, int]:
-    """FLOPs of a matrix product or convolution, by the type that it is computed in; nothing of other instructions."""
+def _product_of(instruction: HloInstruction, by: str) -> Product | None:
+    """A matrix product or convolution, in the type that it is computed in; None of other instructions."""
     target = _TARGET.search(instruction.config)
     called = target[1] if target and instruction.does == "custom-call" else ""
     if instruction.opcode in _PRODUCTS or called.startswith("__cublas$"):
-        flops = _product(instruction)
+        found = _product(instruction)
     elif instruction.opcode == "convolution" or called.startswith("__cudnn$conv"):
-        flops = _convolution(instruction, called)
+        found = _convolution(instruction, called)
     elif called.startswith("__cudnn$fmha"):
-        flops = _attention(instruction, called)
+        found = _attention(instruction, called)
     else:
-        return {}
+        return None
     kinds = [shape.arrays[0].type for shape in instruction.operands[:2] if shape.arrays]
     kind = max(kinds, key=lambda kind: _bits(kind, ""), default="")
-    flops *= 4 if kind in _COMPLEX else 1
+    times = 4 if kind in _COMPLEX else 1
     kind = _COMPLEX.get(kind, kind)
     algorithm, precision = _ALGORITHM.search(instruction.config), _PRECISION.search(instruction.config)
     if algorithm:
-        kind, flops = algorithm["type"].lower(), flops * int(algorithm["times"] or 1)
+        kind, times = algorithm["type"].lower(), times * int(algorithm["times"] or 1)
     elif kind == "f32" and by in _ON_TENSOR_CORES and not (precision and "highest" in precision[1].lower()):
         kind = "tf32"
-    found = _TYPE.match(kind)
-    return {_TYPES[found[1]] + found[2] if found else kind: flops}
+    named = _TYPE.match(kind)
+    return found._replace(type=_TYPES[named[1]] + named[2] if named else kind, flops=times * found.flops, k=times * found.k)
 
 
-def _product(instruction: HloInstruction) -> int:
-    left, contracted = _sizes(instruction.operands, 0), _CONTRACTED.search(instruction.config)
-    dims = map(int, re.findall(r"\d+", contracted[1])) if contracted else ()
+def _product(instruction: HloInstruction) -> Product:
+    left = _sizes(instruction.operands, 0)
+    contracted, shared = (
+        math.prod(left[dim] for dim in map(int, re.findall(r"\d+", found[1])) if dim < len(left)) if found else 1
+        for found in (pattern.search(instruction.config) for pattern in (_CONTRACTED, _BATCHED))
+    )
     result = instruction.result.arrays[0].size if instruction.result.arrays else 0
-    return 2 * result * math.prod(left[dim] for dim in dims if dim < len(left))
+    rows = math.prod(left) // max(1, shared * contracted)
+    return Product("", 2 * result * contracted, shared, rows, result // max(1, shared * rows), contracted)
 
 
-def _convolution(instruction: HloInstruction, called: str) -> int:
+def _convolution(instruction: HloInstruction, called: str) -> Product:
     """Of a gradient by cuDNN, the numbers of the convolution that it is the gradient of."""
     values = [instruction.result, *instruction.operands]
     result, kernel = {"__cudnn$convBackwardInput": (1, 2), "__cudnn$convBackwardFilter": (2, 0)}.get(called, (0, 2))
     sizes, labels = _sizes(values, kernel), _KERNEL_LABELS.search(instruction.attributes)
     features = sizes[labels[1].index("o")] if labels and "o" in labels[1] and len(sizes) == len(labels[1]) else 1
-    return 2 * math.prod(_sizes(values, result)) * math.prod(sizes) // max(1, features)
+    whole, window, features = math.prod(_sizes(values, result)), math.prod(sizes), max(1, features)
+    pixels, terms = whole // features, window // features
+    by_gradient = {"__cudnn$convBackwardInput": (pixels, terms, features), "__cudnn$convBackwardFilter": (terms, features, pixels)}
+    return Product("", 2 * whole * window // features, 1, *by_gradient.get(called, (pixels, features, terms)))
 
 
-def _attention(instruction: HloInstruction, called: str) -> int:
-    """The products of attention that cuDNN computes, those that the backward pass repeats included; masks skip none."""
-    scores, head = _ATTENTION.search(instruction.config), _sizes(instruction.operands, 0)[-1:]
-    if not scores or not head:
-        return 0
-    products = 5 if "Backward" in called else 2
-    return 2 * products * head[0] * math.prod(map(int, re.findall(r"\d+", scores[1])))
+def _attention(instruction: HloInstruction, called: str) -> Product:
+    """The products of attention that cuDNN computes, those that the backward pass repeats included.
+
+    Forward, each score that no causal mask hides is a product over the features of a head, and it weighs a value; the backward has
+    the scores again, the gradients of queries and keys, and two products over the features of a value. Padding hides nothing here:
+    how long sequences are, only the data says.
+    """
+    found = _SCORES.search(instruction.config)
+    heads, values = (_sizes(instruction.operands, position)[-1:] for position in (0, 2))
+    if not found or not heads or not values:
+        return Product("", 0, 0, 0, 0, 0)
+    *many, queries, keys = map(int, re.findall(r"\d+", found[1]))
+    window, causal = _ATTENDED.search(instruction.config), _CAUSAL.search(instruction.config) is not None
+    scores = _scores(queries, keys, int(window[1]) if window else 0) if causal else queries * keys
+    backward = "Backward" in called
+    over_heads, over_values = (3, 2) if backward else (1, 1)
+    flops = 2 * math.prod(many) * scores * (over_heads * heads[0] + over_values * values[0])
+    return Product("", flops, math.prod(many), queries, keys, heads[0], "backward" if backward else "forward", causal)
+
+
+def _scores(queries: int, keys: int, window: int) -> int:
+    """How many scores a causal mask leaves: query i sees the keys up to i, with a window the last so many of them."""
+    return sum(max(0, min(i, keys) - (max(0, i - window) if window else 0)) for i in range(1, queries + 1))
 
 
 def _window(instruction: HloInstruction) -> int:
@@ -540,14 +674,22 @@ def _asked(instruction: HloInstruction, position: int, wanted: float) -> float:
     return whole
 
 
-def _read(instruction: HloInstruction, around: Mapping[str, HloInstruction], needed: Mapping[int, float]) -> list[tuple[int, bool]]:
+def _read(
+    instruction: HloInstruction, around: Mapping[str, HloInstruction], needed: Mapping[int, float]
+) -> dict[str, tuple[int, bool]]:
     """Bytes that are read of each buffer, and whether it is in host memory; a buffer that is passed twice is read once."""
     buffers: dict[str, tuple[float, bool]] = {}
     for position, (name, shape) in enumerate(zip(instruction.names, instruction.operands, strict=True)):
         buffer = _buffer(name, around)
         num_bytes = buffers.get(buffer, (0, False))[0] + shape.num_bytes * needed.get(position, 0)
         buffers[buffer] = min(shape.num_bytes, num_bytes), shape.on_host
-    return [(round(num_bytes), on_host) for num_bytes, on_host in buffers.values()]
+    return {buffer: (round(num_bytes), on_host) for buffer, (num_bytes, on_host) in buffers.items()}
+
+
+def _buffers_of(instruction: HloInstruction) -> list[str]:
+    """The values whose memory an instruction writes, as ``_buffer`` calls them."""
+    count = len(instruction.result.arrays)
+    return [instruction.name, *(f"{instruction.name} {k}" for k in range(count if count > 1 else 0))]
 
 
 def _buffer(name: str, around: Mapping[str, HloInstruction]) -> str:

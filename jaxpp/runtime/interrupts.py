@@ -5,9 +5,11 @@ results have a name. Until the new state can be found a signal only leaves a not
 a second gets through, as a device may never answer. Signals wait too while a token is generated or a program is lowered.
 """
 
+import _thread
 import importlib
 import inspect
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +27,7 @@ except ImportError:
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 """Those whose handlers raise exceptions in practice: Ctrl-C, time limits, the notices of batch systems."""
 
+_SOON = 0.01  # seconds after which a finalizer is over
 _PATIENCE = 1.0  # seconds after which a second Ctrl-C is no longer a slip of the same finger
 _WAITED = "jaxpp: the step was completed first: go on with state = pipe.state"
 _BROKE_OFF = "jaxpp: Ctrl-C, pressed again, broke off the update: the state may be lost, so go on from a checkpoint"
@@ -97,6 +100,35 @@ def held() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def never_lost() -> Iterator[None]:
+    """A block in which no Ctrl-C is lost.
+
+    Python ignores what is raised in a finalizer or in a callback of its garbage collector, and JAX has such a callback: a signal
+    that comes while garbage is collected is handled there. Such a Ctrl-C comes once more, as soon as that is over, or at the end of
+    the block.
+    """
+    before, ignored = sys.unraisablehook, list["threading.Lock"]()  # for each the right to raise it again, which one takes
+
+    def again(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            before(unraisable)
+            return
+        ignored.append(threading.Lock())
+        timer = threading.Timer(_SOON, lambda: ignored[-1].acquire(blocking=False) and _thread.interrupt_main())
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is again:
+            sys.unraisablehook = before
+    if ignored and ignored[-1].acquire(blocking=False):
+        raise KeyboardInterrupt
+
+
 def _call(handler: _Handler, number: int, frame: FrameType | None, note: str) -> None:
     try:
         handler(number, frame)
@@ -108,10 +140,11 @@ def _call(handler: _Handler, number: int, frame: FrameType | None, note: str) ->
 
 def despite_ctrl_c(trace: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """What ``trace`` returns, tried again if an earlier Ctrl-C has left a cache of JAX's that believes to be computing an entry."""
-    try:
+    with never_lost():
+        try:
+            return trace(*args, **kwargs)
+        except RecursionError as error:
+            if not str(error).startswith("Recursively calling"):
+                raise
+        jax.clear_caches()
         return trace(*args, **kwargs)
-    except RecursionError as error:
-        if not str(error).startswith("Recursively calling"):
-            raise
-    jax.clear_caches()
-    return trace(*args, **kwargs)

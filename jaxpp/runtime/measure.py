@@ -1,7 +1,7 @@
 """How long stages, sends and copies of residuals really take: for cuts by time, and to choose remat.
 
 In several processes, each measures its own stages, and tells the others: all of them cut by the same times. On devices that only
-compile, each time is the least that the numbers of the GPU allow (``roofline.py``).
+compile, each time is predicted from the numbers of the GPU (``roofline.py``).
 """
 
 import itertools
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxpp.efficiency import as_linked
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.compile import PlacedProgram, Programs
 from jaxpp.runtime.edges import put
@@ -22,7 +23,7 @@ from jaxpp.runtime.place import OneDevice, Place
 from jaxpp.runtime.processes.channel import agreement, begin_together, rows_of_all
 from jaxpp.runtime.processes.here import is_here, processes_of
 from jaxpp.runtime.processes.texts import listing
-from jaxpp.runtime.roofline import copy_seconds, program_roofline, send_seconds
+from jaxpp.runtime.roofline import copy_seconds, likely_seconds, send_seconds
 from jaxpp.runtime.send import Send, memory_copies
 from jaxpp.schedule.action import Kind
 from jaxpp.stages.cost import count_bytes
@@ -30,7 +31,7 @@ from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.loss.traced_loss import key_implementation
 from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.stages.stage import StageCode
-from jaxpp.targets import Target, compiles_only, device_name, target_of
+from jaxpp.targets import GPU, compiles_only, device_name, target_of
 from jaxpp.types import Aval, Device, Home
 
 _RUNS = 5
@@ -68,7 +69,7 @@ def action_times(
         call = programs.get(job, given).call
         if compiles_only(devices[stage]):
             kernels = read_kernels(call.as_text() or "")
-            times[ordered.index(kind), stage] = program_roofline(kernels, _numbers(devices[stage], where)).seconds
+            times[ordered.index(kind), stage] = likely_seconds(kernels, _numbers(devices[stage], where), job.place.devices)
             continue
         chosen = dict(zip(job.free_inputs, given, strict=True))
         pairs = zip(job.program.inputs, job.program.avals, strict=True)
@@ -108,7 +109,7 @@ def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list
         kept = [aval for ref, aval in reads.items() if ref.role in (Role.RESIDUAL, Role.ACTIVATION)]
         moved = [aval for aval in kept if not jnp.issubdtype(aval.dtype, jax.dtypes.extended)]
         if moved and compiles_only(device):
-            times[0, stage] = copy_seconds(sum(map(count_bytes, moved)), _numbers(device, "copies to host memory"))
+            times[0, stage] = copy_seconds(sum(map(count_bytes, moved)), _linked(device, "copies to host memory"))
         elif is_here(device) and moved:
             arrays = [_zeros(aval, device) for aval in moved]
             homes = [array.sharding for array in arrays]
@@ -133,7 +134,7 @@ def link_times(places: Sequence[Place]) -> tuple[tuple[float, ...], tuple[float,
         if first < number:
             times[number] = times[first]
         elif source != target and compiles_only(source):
-            times[number] = [send_seconds(4 * size, source, target, _numbers(source, "sends")) for size in (1, _LARGE)]
+            times[number] = [send_seconds(4 * size, source, target, _linked(source, "sends")) for size in (1, _LARGE)]
         elif source != target:
             times[number] = [_send_seconds(source, target, size) for size in (1, _LARGE)]
     small, large = _of_all(times, devices).T
@@ -149,7 +150,7 @@ def host_times(places: Sequence[Place]) -> tuple[float, ...]:
         if devices.index(device) < number:
             times[number] = times[devices.index(device)]
         elif compiles_only(device):
-            times[number] = copy_seconds(1, _numbers(device, "copies from host memory"))
+            times[number] = copy_seconds(1, _linked(device, "copies from host memory"))
         elif is_here(device):
             array = put(jnp.zeros(_LARGE, jnp.float32), device)
             there, back = (memory_copies([array.sharding], to_host=to_host) for to_host in (True, False))
@@ -158,14 +159,19 @@ def host_times(places: Sequence[Place]) -> tuple[float, ...]:
     return tuple(_of_all(times, devices).tolist())
 
 
-def _numbers(device: Device, where: str) -> Target:
-    """The numbers of a device that only compiles: what it would take is bounded by them, as nothing can be measured there."""
+def _numbers(device: Device, where: str) -> GPU:
+    """The numbers of a device that only compiles: what it would take is predicted by them, as nothing can be measured there."""
     numbers = target_of(device)
     if numbers is None:
-        rule = "on devices that only compile, times are bounded by the numbers of the GPU"
+        rule = "on devices that only compile, times are predicted from the numbers of the GPU"
         got = f"{device_name(device)}, {device.device_kind!r}, whose numbers are not known"
         raise ArgumentError(where, rule, got, "pass devices=jaxpp.target(...)")
     return numbers
+
+
+def _linked(device: Device, where: str) -> GPU:
+    """The same numbers, with what its links are likely to reach."""
+    return as_linked(_numbers(device, where))
 
 
 def _send_seconds(source: Device, target: Device, size: int) -> float:

@@ -1,14 +1,17 @@
 """The only file that uses what is not part of JAX's public interface, with care and with a public fall-back each.
 
 The *key-value store* of ``jax.distributed`` has texts for all processes of a run; else ``processes.channel`` exchanges them by
-sends. The *runtime's own copy* (``jaxlib.xla_client``), which takes a fifth of the host time, is tried once and must give what
-``jax.device_put`` gives; else ``send`` calls ``jax.device_put``.
+sends. *JAX's attention by cuDNN* asks for cuDNN's version while it is traced, which whoever plans for GPUs that are not there does
+not have; else it raises what it raises. The *runtime's own copy* (``jaxlib.xla_client``), which takes a fifth of the host time, is
+tried once and must give what ``jax.device_put`` gives; else ``send`` calls ``jax.device_put``.
 """
 
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -16,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxpp.types import Array, Home
+from jaxpp.errors import ArgumentError
+from jaxpp.targets import GPU, compiles_only, target_of
+from jaxpp.types import Array, Device, Home
 
 
 def _module(name: str) -> Any:
@@ -27,6 +32,7 @@ def _module(name: str) -> Any:
 
 
 distributed, xla_client = _module("jax._src.distributed"), _module("jaxlib.xla_client")
+attention = _module("jax._src.cudnn.fused_attention_stablehlo")
 
 _METHODS = ("key_value_set", "key_value_dir_get", "blocking_key_value_get", "key_value_delete")
 
@@ -72,6 +78,59 @@ def shared_store() -> Store | None:
 def is_known_alone() -> bool:
     """Whether this is a run of one process, as far as that can be said without opening the devices."""
     return getattr(getattr(distributed, "global_state", None), "num_processes", None) == 1
+
+
+_CUDNN = 91000  # the version that ``GPU.spec`` names, 9.10.0, as cuDNN writes it
+_PLANNED_FOR = ContextVar[GPU | None]("the GPU that is traced for", default=None)
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def _has_cudnn(numbers: GPU) -> int:
+    """The version of cuDNN, a patch of its own for each compute capability: JAX traces a function once for each version."""
+    major, minor = numbers.chip.capability
+    if major >= 8:
+        return _CUDNN + 10 * major + minor
+    where, rule = 'implementation="cudnn"', "attention by cuDNN is for GPUs of compute capability 8.0 and above"
+    raise ArgumentError(where, rule, f"{numbers.kind}, of {major}.{minor}", 'pass implementation="xla", or leave it out')
+
+
+def _capability(said: str) -> tuple[int, ...]:
+    return tuple(map(int, said.split(".")))
+
+
+_ANSWERS: Mapping[str, Callable[..., object]] = {
+    "check_cudnn_version": _has_cudnn,
+    "check_compute_capability": lambda numbers, least: numbers.chip.capability >= _capability(least),
+    "is_cuda_compute_capability_equal": lambda numbers, exact: numbers.chip.capability == _capability(exact),
+}
+
+
+@contextlib.contextmanager
+def cudnn_of(devices: Sequence[Device]) -> Iterator[None]:
+    """Trace for devices that only compile as on a machine that has them, and cuDNN; other threads are answered as ever."""
+    numbers = target_of(devices[0]) if compiles_only(devices[0]) else None
+    asked = {name: getattr(attention, name) for name in _ANSWERS if callable(getattr(attention, name, None))}
+    if numbers is None or not asked:
+        yield
+        return
+    with _ONE_AT_A_TIME:
+        token = _PLANNED_FOR.set(numbers)
+        try:
+            for name, usual in asked.items():
+                setattr(attention, name, _answering(usual, _ANSWERS[name]))
+            yield
+        finally:
+            for name, usual in asked.items():
+                setattr(attention, name, usual)
+            _PLANNED_FOR.reset(token)
+
+
+def _answering(usual: Callable[..., object], answer: Callable[..., object]) -> Callable[..., object]:
+    def answering(*given: object) -> object:
+        numbers = _PLANNED_FOR.get()
+        return usual(*given) if numbers is None else answer(numbers, *given)
+
+    return answering
 
 
 @functools.cache

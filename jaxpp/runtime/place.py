@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.checks import check_ranks
-from jaxpp.plan.step import Leaves, StateLeaf
+from jaxpp.lowering.step import Leaves, StateLeaf
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.send import HOST_MEMORY
 from jaxpp.schedule.base import Schedule

@@ -1,29 +1,56 @@
-"""The progress bar of what takes long: for people who watch, never in a pipe, a log, or a notebook that a program runs.
+"""The progress bar of what takes long: for people who watch, and never in a notebook that a program runs.
 
 In a terminal it goes to standard error; in a notebook it is HTML, which needs no widgets as ``tqdm.auto`` does. It is taken away
-when the work is done or has raised, so that the next line begins clean and the saved notebook shows no trace.
+when the work is done or has raised, so that the next line begins clean and the saved notebook shows no trace. In a pipe or a log
+it is a plain line every half minute, of work that takes as long as that.
 """
 
 import html
 import importlib
 import io
+import math
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from tqdm import tqdm
 
+_SELDOM = 30.0
+"""Seconds between the lines of a log."""
+
 
 def progress(things: Iterable[Any] | None = None, *, after: float = 0.0, **options: Any) -> tqdm:
-    """A bar of ``tqdm``, shown ``after`` seconds, where somebody watches; the end of its ``with`` block takes it away."""
+    """A bar of ``tqdm``, shown ``after`` seconds where somebody watches, and seldom as a line of a log elsewhere.
+
+    The end of its ``with`` block takes it away.
+    """
     ipython = sys.modules.get("IPython")
     kernel = getattr(ipython.get_ipython(), "kernel", None) if ipython else None
     if kernel is None:
         is_terminal = getattr(sys.stderr, "isatty", bool)()  # what only has ``write`` (a logger's) is none
-        return tqdm(things, disable=not is_terminal, delay=after, leave=False, **options)
+        if is_terminal:
+            return tqdm(things, delay=after, leave=False, **options)
+        return _Log(things, file=io.StringIO(), leave=False, delay=max(after, 1.0), **options)
     request = getattr(kernel, "get_parent", dict)() or {}  # a program that runs a notebook cannot be asked for input
     watched = request.get("content", {}).get("allow_stdin", True)
     return _NotebookBar(things, disable=not watched, delay=after, leave=False, file=io.StringIO(), **options)
+
+
+class _Log(tqdm):
+    """Lines that stay, for whoever reads them later: one for all bars, in every half minute of a bar."""
+
+    _said = -math.inf  # when the last one was written
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        del pos
+        now = time.time()  # as tqdm's own
+        if msg != "" and now - max(self.start_t, _Log._said) >= _SELDOM:
+            _Log._said = now
+            print(f"jaxpp: {str(self).strip()}", file=sys.stderr, flush=True)
+
+    def moveto(self, n: int) -> None:
+        """Nothing: no cursor moves."""
 
 
 class _NotebookBar(tqdm):

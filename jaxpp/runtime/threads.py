@@ -12,6 +12,7 @@ none while signals come, and lanes that wait look now and then whether they are 
 """
 
 import operator
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +23,8 @@ from queue import SimpleQueue
 import jax
 
 from jaxpp.errors.user_mesh import set_aside
-from jaxpp.plan.lanes import Turn
-from jaxpp.plan.plan import Execution, Instruction, Plan
+from jaxpp.lowering.lanes import Turn
+from jaxpp.lowering.plan import Execution, Instruction, Plan
 from jaxpp.runtime.interrupts import held
 
 _x64 = operator.attrgetter("jax_enable_x64")  # of JAX's options, as they are in this thread
@@ -32,9 +33,17 @@ _LOOKS = 0.5  # seconds after which a lane that waits looks whether it is to sto
 
 class _Here(threading.local):
     busy = False  # whether this thread waits for lanes, or is one
+    is_lane = False
 
 
 _HERE = _Here()
+
+
+def in_lane() -> bool:
+    """Whether this thread hands over a lane, and somebody waits for it."""
+    return _HERE.is_lane
+
+
 _Queue = SimpleQueue[Callable[[], None] | None]
 
 
@@ -51,6 +60,7 @@ class Threads:
         with held():
             for number, queue in enumerate(self._queues):
                 threading.Thread(target=_serve, args=(queue,), name=f"jaxpp-rank_{number}", daemon=True).start()
+        self._process = os.getpid()
         self._lock = threading.Lock()  # all lanes of a step run at once, so two steps do not
 
     def dispatch(self, parts: Iterable[tuple[Execution, Iterable[int]]], hold: Callable[[], None] | None = None) -> None:
@@ -68,11 +78,15 @@ class Threads:
 
     @property
     def may_begin(self) -> bool:
-        """Whether a step may be handed over in them: not where this thread waits for them (a handler of signals), or is one."""
-        return not _HERE.busy
+        """Whether a step may be handed over in them.
+
+        Not where this thread waits for them (a handler of signals), or is one, nor in a fork of their process, which has none.
+        """
+        return not _HERE.busy and self._process == os.getpid()
 
 
 def _serve(queue: "_Queue") -> None:
+    _HERE.busy = _HERE.is_lane = True
     while (job := queue.get()) is not None:
         job()
         del job  # or what it holds would stay until the next one
@@ -161,9 +175,8 @@ class _Handover:
                 self._news.put(None)
                 return
             self._working += 1
-        _HERE.busy = True
         try:
-            with set_aside(), nullcontext() if self._x64 == _x64(jax.config) else jax.enable_x64(self._x64):
+            with set_aside(warns=False), nullcontext() if self._x64 == _x64(jax.config) else jax.enable_x64(self._x64):
                 for run, done, _, instruction, turn in items:
                     value = None if turn.after else value  # what was sent may be let go while this lane waits
                     if not all(self._wait(done, other, count) for other, count in turn.after):

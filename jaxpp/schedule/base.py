@@ -22,6 +22,7 @@ from jaxpp.schedule.clock import UNIT, ActionRow, Number, Times, Timing, bars, r
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.validate import check_complete, check_groups, check_owners, check_runs, count, infer_owners, read_rows
 
+_LITTLE = 0.125  # slots; a power of two, so that sums of it are exact
 _PAIR = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")
 
 
@@ -97,8 +98,16 @@ class Schedule(Drawn):
 
     @cached_property
     def order(self) -> tuple[Action, ...]:
-        """All actions in the order they start on the unit clock: the order in which one thread should dispatch them."""
-        return tuple(sorted(self.starts, key=lambda a: (self.starts[a], -a.stage)))
+        """All actions in the order in which one thread should hand them over: as they end where a transfer takes a little.
+
+        An action ends after all that it needs. And each is handed over, with the sends of its results, before whatever ends later:
+        no transfer waits for a program beside which it could run, where transfers wait for what their receiver was handed before.
+        """
+        owner = self.stage_to_rank
+        hops = [_LITTLE * (here != there) for here, there in itertools.pairwise((*owner, owner[0]))]
+        durations = {action: UNIT[action.kind] for action in self.starts}
+        times = replay(self.rows, owner, Timing(durations, hops), self.num_groups)
+        return tuple(bar.action for bar in sorted(bars(self.rows, times), key=lambda bar: (bar.end, bar.start, -bar.action.stage)))
 
     @cached_property
     def pairs(self) -> Mapping[Action, Action]:

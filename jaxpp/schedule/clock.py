@@ -8,6 +8,7 @@ direction. Ranks may share cores, as forced CPU devices do: four of them on two 
 Actions are what a schedule knows. What was compiled has lines, and a clock of its own for them (``jaxpp.observe.profile.spans``).
 """
 
+import bisect
 import heapq
 import itertools
 import math
@@ -69,6 +70,7 @@ class Timing(NamedTuple):
     copies: Sequence[Number] = ()  # of the residuals of a stage and one microbatch to the host, and as long back
     capacity: Number | None = None
     visits: Mapping[Action, "Visit"] = MappingProxyType({})  # what comes from host memory, by the first action that needs it
+    queued: Mapping[Action, int] = MappingProxyType({})  # behind how many actions of its rank the transfer to an action waits
 
 
 class Visit(NamedTuple):
@@ -185,6 +187,32 @@ def handed_over(
     return found
 
 
+def queues(
+    order: Sequence[Action], rows: Sequence[ActionRow], stage_to_rank: Sequence[int], num_groups: Awaited = None
+) -> dict[Action, int]:
+    """Behind how many actions of its own rank each action's transfer waits, if all are handed over in this order.
+
+    On a GPU, what a transfer brings is given memory where the receiver's queue of programs ends at that time. So a transfer that
+    was handed over behind a program of the receiver begins when that program is done, even if it needs nothing of it.
+
+    Example:
+        >>> row_0, row_1 = (tuple(Action(stage, Kind.F, i) for i in range(2)) for stage in range(2))
+        >>> early, late = (row_0[0], row_0[1], *row_1), (row_0[0], row_1[0], row_0[1], row_1[1])
+        >>> [{str(action): count for action, count in queues(order, (row_0, row_1), (0, 1)).items()} for order in (early, late)]
+        [{}, {'1F1': 1}]
+    """
+    present, place = frozenset(order), {action: number for number, action in enumerate(order)}
+    found: dict[Action, int] = {}
+    for rank, row in enumerate(rows):
+        places = [place[action] for action in row]
+        for action in row:
+            needs = dependencies(action, len(stage_to_rank), present, num_groups)
+            for need in (need for need in needs if stage_to_rank[need.stage] != rank):
+                if count := bisect.bisect(places, place[need]):
+                    found[action] = count
+    return found
+
+
 def replay(
     rows: Sequence[ActionRow],
     stage_to_rank: Sequence[int],
@@ -202,7 +230,7 @@ def replay(
     timing = timing._replace(hops=(*timing.hops, *(0,) * (num_stages + 1 - len(timing.hops))))
     if timing.capacity is not None and timing.capacity < len(rows):
         return _replay_shared(rows, timing, wiring, _HostLinks(timing, stage_to_rank), timing.capacity)
-    durations, hops, dispatched, overlap, *_ = timing
+    durations, hops, dispatched, overlap, queued = *timing[:4], timing.queued
     links = _HostLinks(timing, stage_to_rank) if timing.offloaded or timing.visits else None
     done: dict[int, Number] = {-1: -math.inf}
     starts, ends = ([list[Number]() for _ in rows] for _ in range(2))
@@ -216,7 +244,11 @@ def replay(
             if own not in done or beside not in done:
                 waiting[beside] = rank  # in vain if its own forward or I comes later in the row: the rank is stuck
                 break
-            arrived = done[beside] + hops[arrives]
+            made = done[beside]
+            if queued and action in queued:
+                before = ended[queued[action] - 1]
+                made = max(made, before) if larger is None else larger(made, before)
+            arrived = made + hops[arrives]
             free = clock if dispatched is None else max(clock, dispatched[action])
             start = (arrived if arrived > free else free) if larger is None else larger(arrived, free)
             if links is not None:
@@ -298,7 +330,8 @@ def _replay_shared(rows: Sequence[ActionRow], timing: Timing, wiring: _Wiring, l
         if own not in done or beside not in done:
             waiting[beside] = rank
             return
-        ready = max(free[rank], done[beside] + timing.hops[arrives])
+        ahead = ends[rank][: timing.queued.get(action, 0)][-1:]
+        ready = max(free[rank], max([done[beside], *ahead]) + timing.hops[arrives])
         if timing.dispatched is not None:
             ready = max(ready, timing.dispatched[action])
         heapq.heappush(starting, (links.start(action, ready), rank))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import Number, Timing, handed_over, turns
+from jaxpp.schedule.clock import Number, Timing, handed_over, queues, turns
 from jaxpp.schedule.offload import offloads
 
 _Stages = tuple[Number, ...]
@@ -52,7 +52,13 @@ class StepCosts:
         return self.dispatch[kind][action.stage] if self.dispatch else 0
 
     def timing(
-        self, schedule: Schedule, offload: Sequence[int | None] = (), processes: Sequence[int] = (), *, overlap: bool = True
+        self,
+        schedule: Schedule,
+        offload: Sequence[int | None] = (),
+        processes: Sequence[int] = (),
+        *,
+        overlap: bool = True,
+        queued: bool = False,
     ) -> Timing:
         """What the clock of a schedule is told; ``offload`` is ``except_last`` of each stage, ``processes`` those of the ranks."""
         owner, order = schedule.stage_to_rank, schedule.order
@@ -76,6 +82,7 @@ class StepCosts:
             self.offload,
             self.capacity,
             visits,
+            queues(order, schedule.rows, owner, schedule.num_groups) if queued else {},
         )
 
     def visited(self, brought: tuple[Sequence[int], Sequence[int]], per_byte: Sequence[float]) -> "StepCosts":

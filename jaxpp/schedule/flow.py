@@ -50,6 +50,12 @@ def flow(schedule: Schedule, num_steps: int) -> Schedule:
     return Schedule(name, tuple(map(tuple, rows)), schedule.stage_to_rank)
 
 
+def overlaps(schedule: Schedule) -> bool:
+    """Whether any rank runs an action of the next step before the actions of a step have ended on all of them."""
+    order = flow(schedule, 2).order
+    return any(action.microbatch >= schedule.num_microbatches for action in order[: len(order) // 2])
+
+
 def _rows(schedule: Schedule, num_steps: int) -> list[list[Action]]:
     """On the unit clock, each rank works on its earliest step that has not ended, or on the one after it.
 

@@ -466,6 +466,8 @@ def _find(name: str) -> Recipe:
     near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1) if isinstance(name, str) else []
     names = ", ".join(map(repr, SCHEDULES))
     fix = f"write {near[0]!r}" if near else "pass one of these names, or a Schedule"
+    if isinstance(name, str) and "zero" in name.lower():
+        fix = "write 'zb-h1', 'zb-h2' or 'zb-v': these are the schedules that others call zero bubble"
     raise ScheduleError(f"schedule {name!r}", f"the schedules are {names}", repr(name), fix)
 
 

@@ -51,11 +51,12 @@ class Simulation(Drawn):
     offload: tuple[int | None, ...] = ()
     rank_to_process: tuple[int, ...] = ()
     overlap: bool = True
+    queued: bool = False
 
     @cached_property
     def timing(self) -> Timing:
         """What the clock is told: how long actions, transfers and copies take, and when the host hands each action over."""
-        return self.costs.timing(self.schedule, self.offload, self.rank_to_process, overlap=self.overlap)
+        return self.costs.timing(self.schedule, self.offload, self.rank_to_process, overlap=self.overlap, queued=self.queued)
 
     @cached_property
     def times(self) -> Times:
@@ -179,6 +180,7 @@ def simulate(  # noqa: PLR0913  (the costs of everything)
     transfer: Number | Sequence[Number] = 0,
     dispatch: Number = 0,
     overlap: bool = True,
+    queued: bool = False,
     rank_to_process: Sequence[int] | None = None,
     offload: int | Sequence[int | None] | None = None,
     copy: Number | Sequence[Number] = 0,
@@ -198,6 +200,8 @@ def simulate(  # noqa: PLR0913  (the costs of everything)
             back to the first stage. Links are not shared; nothing is sent between stages on the same rank.
         dispatch: time a process takes to hand over one action, in ``schedule.order``; one number.
         overlap: whether a rank goes on computing while it sends, or copies residuals.
+        queued: whether a transfer begins only when its receiver has done all that was handed over to it before, in
+            ``schedule.order``: GPUs wait so, as the memory for what arrives is given behind these programs.
         rank_to_process: the process that hands over the actions of each rank, side by side with the other processes; one process
             hands over all of them unless given.
         offload: lets residuals wait in host memory between F and B, unless B follows soon: at least three other actions of the
@@ -213,7 +217,8 @@ def simulate(  # noqa: PLR0913  (the costs of everything)
 
     Raises:
         ScheduleError: a cost that is negative or not finite (1e100 is the most), not one cost for each stage, not one process
-            for each rank, an ``offload`` that is no number of microbatches, or a ``capacity`` that is not positive.
+            for each rank, an ``offload`` that is no number of microbatches, a ``capacity`` that is not positive, or an ``overlap``
+            or ``queued`` that is neither True nor False.
 
     Example:
         >>> from jaxpp.schedule import make
@@ -248,11 +253,15 @@ def simulate(  # noqa: PLR0913  (the costs of everything)
         got, fix = f"rank_to_process={rank_to_process!r}", f"pass {schedule.num_ranks} of them, such as [rank // 8 for each rank]"
         raise ScheduleError("simulate(...)", "each rank has the number of one process, at least 0", got, fix)
     forward, input_grad, weight_grad, transfer, copy, *visits = (found or () for found in staged.values())
-    kept, cores = _offload(offload, schedule.num_stages), _capacity(capacity)
+    kept, cores, (overlaps, waits) = (
+        _offload(offload, schedule.num_stages),
+        _capacity(capacity),
+        _flags(overlap=overlap, queued=queued),
+    )
     actions = {Kind.F: forward, Kind.I: input_grad, Kind.W: weight_grad}
     handing = dict.fromkeys(Kind, (host,) * schedule.num_stages) if host else {}
     costs = StepCosts(actions, handing, transfer, copy, visit=visits[0], visit_state=visits[1], capacity=cores)
-    return Simulation(schedule, costs, kept, tuple(processes), overlap)
+    return Simulation(schedule, costs, kept, tuple(processes), overlaps, waits)
 
 
 def items_of(value: Any, length: int) -> tuple[Any, ...]:
@@ -278,6 +287,17 @@ def _capacity(value: object) -> Number:
         return number
     rule = "capacity is the number of ranks that compute at full speed at once, more than 0"
     raise ScheduleError("simulate(...)", rule, f"capacity={value!r}", "pass capacity=2 for two cores, or None")
+
+
+def _flags(**given: object) -> list[bool]:
+    flags = {name: _plain(value) for name, value in given.items()}
+    if wrong := [name for name, flag in flags.items() if not isinstance(flag, bool)]:
+        rule, fix = (
+            f"{' and '.join(given)} are either True or False",
+            "; ".join(f"pass {name}=True or {name}=False" for name in wrong),
+        )
+        raise ScheduleError("simulate(...)", rule, [f"{name}={given[name]!r}" for name in wrong], fix)
+    return [flag for flag in flags.values() if isinstance(flag, bool)]
 
 
 def _plain(value: object) -> object:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from jaxpp.stages.jaxpr import FREE, all_equations, kind_of, terms, work_of
+from jaxpp.stages.jaxpr import FREE, all_equations, attended, kind_of, terms, work_of
 from jaxpp.types import DType
 
 
@@ -25,6 +25,8 @@ def count_flops(eqn: JaxprEqn, *, elementwise: bool = True) -> float:
     results, summed = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars), terms(eqn)
     if summed is not None:
         return 2.0 * results * summed
+    if (flops := attended(eqn)) is not None:
+        return flops
     inside = work_of(eqn, lambda body: sum(count_flops(each, elementwise=elementwise) for each in body.eqns))
     if inside is not None:
         return inside

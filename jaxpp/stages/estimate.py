@@ -1,24 +1,38 @@
 """How long equations take on a device, estimated from shapes alone: what cuts and the stage table go by.
 
-An equation takes as long as its arithmetic at the peak of the device or as its bytes at the bandwidth of its memory, whichever is
-longer. Elementwise equations are taken to be fused, as XLA fuses them: they write what others than themselves read, and read each
-value once. The rates are the maker's peaks of a GPU (``jaxpp.targets``), and each equation that is a kernel of its own takes some
-microseconds besides, whatever it does: without them, a GPT's blocks of many kernels would seem half as long beside the few large
-kernels of its head as they are. Of a CPU the rates are nominal, the same on every machine: only their ratios matter, and equal
-programs are cut alike everywhere.
+An equation takes as long as its arithmetic or as its bytes, whichever is longer, at what the device reaches of its peaks.
+Elementwise equations are taken to be fused, as XLA fuses them: they write what others than themselves read, and read each value
+once. A GPU reaches of its maker's peaks (``jaxpp.targets``) what kernels of that kind and size were measured to reach
+(``jaxpp.efficiency``), and each equation that is a kernel of its own takes some microseconds besides, whatever it does: without
+them, a GPT's blocks of many kernels would seem half as long beside the few large kernels of its head as they are. Of a CPU the
+rates are nominal, the same on every machine: only their ratios matter, and equal programs are cut alike everywhere.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
+from jaxpp.efficiency import KERNEL, as_linked, attention_share, moved_share, product_seconds
 from jaxpp.stages.cost import count_bytes, count_flops
-from jaxpp.stages.jaxpr import FREE, Atom, aval_of, inner_jaxprs, is_precise, kind_of, length_of, terms, variables
+from jaxpp.stages.jaxpr import (
+    FREE,
+    Atom,
+    attended,
+    attention_sizes,
+    aval_of,
+    inner_jaxprs,
+    is_precise,
+    kind_of,
+    length_of,
+    needed_of,
+    terms,
+    variables,
+)
 from jaxpp.stages.repeatable import TRANSCENDENTAL, is_written
-from jaxpp.targets import TARGETS, Peaks, target_of
+from jaxpp.targets import GPU, TARGETS, Peaks, target_of
 from jaxpp.types import Device
 
 _OPERATIONS = dict.fromkeys(TRANSCENDENTAL, 10.0) | {"random_bits": 100.0}  # of elementwise arithmetic, for one element
@@ -40,6 +54,7 @@ class Rates(NamedTuple):
     network: float  # to a device of another host
     host: float  # to the memory of its host
     kernel: float = 0.0
+    target: GPU | None = None  # of which kernels reach a part of these rates; None for rates that are reached
 
 
 class SpineCosts(NamedTuple):
@@ -56,9 +71,8 @@ class SpineCosts(NamedTuple):
         return tuple(map(sum, zip(self.forward, self.input_grad, self.weight_grad, strict=True)))
 
 
-_KERNEL = 8e-6
-"""What a kernel of a GPU takes beside its arithmetic and its bytes. Measured with a GPT of 124 million parameters on an H200
-(experiments/gpu): 5.8 us for each kernel that XLA made, of which there are 1.4 for an equation that is counted as one here."""
+_KERNELS = 1.4
+"""Kernels that XLA made of an equation that counts as one here, of a GPT of 124 million parameters on an H200 (experiments/gpu)."""
 
 _GIGA = 1e9
 CPU_RATES = Rates(
@@ -84,7 +98,8 @@ def rates_of(device: Device) -> Rates:
     if device.platform == "cpu":
         return CPU_RATES
     numbers = target_of(device) or next(each for each in TARGETS if each.name == "h100")
-    return Rates(numbers.peaks, numbers.bandwidth, numbers.links.peer, numbers.links.network, numbers.links.host, _KERNEL)
+    links = as_linked(numbers).links
+    return Rates(numbers.peaks, numbers.bandwidth, links.peer, links.network, links.host, _KERNELS * KERNEL, numbers)
 
 
 def seconds_of(eqns: Sequence[JaxprEqn], results: Collection[Atom], rates: Rates) -> list[float]:
@@ -121,12 +136,16 @@ def seconds_of(eqns: Sequence[JaxprEqn], results: Collection[Atom], rates: Rates
             read.update(operands)
         moved = sum(count_bytes(aval_of(var)) for var in (*operands, *made))
         alone = rates.kernel if made or not _fuses(eqn) else 0.0  # a fusion counts where it writes
-        seconds.append(alone + max(_arithmetic(eqn, rates.peaks), moved / rates.bandwidth))
+        seconds.append(alone + max(_arithmetic(eqn, rates), moved / rates.bandwidth / _moving(eqn, rates)))
     return seconds
 
 
 def _fuses(eqn: JaxprEqn) -> bool:
-    return not (is_written(eqn) or kind_of(eqn) in _ALONE or inner_jaxprs(eqn) or terms(eqn) is not None)
+    return not (is_written(eqn) or kind_of(eqn) in _ALONE or inner_jaxprs(eqn) or _multiplies(eqn))
+
+
+def _multiplies(eqn: JaxprEqn) -> bool:
+    return terms(eqn) is not None or attended(eqn) is not None
 
 
 def _is_view(eqn: JaxprEqn) -> bool:
@@ -134,23 +153,125 @@ def _is_view(eqn: JaxprEqn) -> bool:
     return kind_of(eqn) in _VIEWS
 
 
-def _arithmetic(eqn: JaxprEqn, peaks: Peaks) -> float:
-    if terms(eqn) is not None:
-        return count_flops(eqn) / _peak(eqn, peaks)
+def _moving(eqn: JaxprEqn, rates: Rates) -> float:
+    """What an equation reaches of the bandwidth."""
+    if rates.target is None:
+        return 1.0
+    kind = kind_of(eqn)
+    if kind.startswith("scatter"):
+        return moved_share("scatter")
+    return moved_share("product" if _multiplies(eqn) else "reduction" if kind.startswith(("reduce_", "arg")) else "elementwise")
+
+
+def _arithmetic(eqn: JaxprEqn, rates: Rates) -> float:
+    if _multiplies(eqn):
+        return _multiplying(eqn, rates)
     kind, size = kind_of(eqn), sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
     if kind in FREE:
         return 0.0
     if kind.startswith("reduce_"):
         size = sum(math.prod(aval_of(var).shape) for var in variables(eqn.invars))
-    return size * _OPERATIONS.get(kind, 1.0) / peaks.vector
+    return size * _OPERATIONS.get(kind, 1.0) / rates.peaks.vector
 
 
-def _peak(eqn: JaxprEqn, peaks: Peaks) -> float:
-    """FLOP/s of a product with operands of these types; a float32 product is in TensorFloat-32 unless more is asked for."""
+def _multiplying(eqn: JaxprEqn, rates: Rates) -> float:
+    """The seconds of a product, a convolution or attention."""
+    (kind, times), peaks = _computed_in(eqn), rates.peaks
+    peak = getattr(peaks, kind, None) or peaks.vector
+    if rates.target is None:
+        return times * count_flops(eqn) / peak
+    operands = [aval_of(atom).shape for atom in eqn.invars[:2]]
+    if (found := attention_sizes(eqn)) is not None:
+        return count_flops(eqn) / peak / attention_share(rates.target, *found)
+    result = aval_of(eqn.outvars[0]).shape
+    if kind_of(eqn) == "dot_general":
+        _, (shared, _) = eqn.params["dimension_numbers"]
+        batch = math.prod(operands[0][axis] for axis in shared)
+        rows, columns = (math.prod(shape) // max(1, batch * (terms(eqn) or 1)) for shape in operands)
+    else:
+        batch, columns = 1, result[eqn.params["dimension_numbers"].out_spec[1]]
+        rows = math.prod(result) // max(1, columns)
+    return times * product_seconds(rates.target, peak, kind, (batch, rows, columns, terms(eqn) or 1))
+
+
+def _computed_in(eqn: JaxprEqn) -> tuple[str, int]:
+    """The type that a product is computed in, and how many real ones it is; float32 is TensorFloat-32 unless more is asked for."""
     dtype = max((aval_of(atom).dtype for atom in eqn.invars[:2]), key=lambda dtype: dtype.itemsize)
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        return peaks.float32 / 4 if dtype.itemsize == 8 else peaks.float64 / 4
+        return "float32" if dtype.itemsize == 8 else "float64", 4
     if dtype == jnp.float32:
-        return peaks.float32 if is_precise(eqn) else peaks.tensorfloat32
-    known = {1: peaks.int8 if jnp.issubdtype(dtype, jnp.integer) else peaks.float8, 8: peaks.float64}
-    return known.get(dtype.itemsize, peaks.bfloat16) or peaks.vector
+        return "float32" if is_precise(eqn) else "tensorfloat32", 1
+    known = {1: "int8" if jnp.issubdtype(dtype, jnp.integer) else "float8", 8: "float64"}
+    return known.get(dtype.itemsize, "float16" if dtype == jnp.float16 else "bfloat16"), 1
+
+
+def temporary_bytes(eqns: Sequence[JaxprEqn], results: Sequence[Atom]) -> int:
+    """Bytes that a program which returns ``results`` likely needs at once besides its arguments and results.
+
+    Elementwise equations are taken to be fused into what reads them, and to take over the buffer of an operand that nobody reads
+    any more; a value of which they make a result is in that result's buffer. Programs that split products over many blocks, or
+    multiply matrices in their update, need more (docs/guide/plan.md says how far peaks were off).
+    """
+    eqns = [eqns[i] for i in needed_of(eqns, results, lambda _: False)]
+    source: dict[Var, Var] = {}  # what a value is another view of
+    for eqn in filter(_is_view, eqns):
+        for var in variables(eqn.invars):
+            source.update((out, source.get(var, var)) for out in eqn.outvars)
+
+    def seen(atoms: Iterable[Atom]) -> list[Var]:
+        return list(dict.fromkeys(source.get(var, var) for var in variables(atoms)))
+
+    kept = set(seen(results))
+    working = [eqn for eqn in eqns if not _is_view(eqn)]
+    homes = _made_in_place(working, kept, seen)
+    written = kept.union(*(seen(eqn.invars) for eqn in working if not (_fuses(eqn) or _fuses_operands(eqn))))
+    written.update(var for eqn in working if not _fuses(eqn) or _fuses_operands(eqn) for var in eqn.outvars)
+    last: dict[Var, int] = {}  # of each value in memory the last equation that reads it
+    behind: dict[Var, list[Var]] = {}  # the values in memory that whoever reads a fused one reads
+    for k, eqn in enumerate(working):
+        read = list(dict.fromkeys(var for each in seen(eqn.invars) for var in behind.get(each, [each])))
+        last.update(dict.fromkeys(read, k))
+        behind.update((out, read) for out in eqn.outvars if out not in written)
+    alive, most = dict[Var, int](), 0
+    for k, eqn in enumerate(working):
+        inside = max((temporary_bytes(body.eqns, body.outvars) for body in inner_jaxprs(eqn)), default=0)
+        gone = [var for var in alive if last[var] == k]
+        for out in eqn.outvars:
+            if out in written and out in last and out not in kept and out not in homes:
+                size = count_bytes(aval_of(out))
+                over = next((var for var in gone if alive.get(var) == size), None) if _fuses(eqn) else None
+                if over is not None:
+                    del alive[over]
+                alive[out] = size
+        most = max(most, sum(alive.values()) + inside)
+        for var in gone:
+            alive.pop(var, None)
+    return most
+
+
+def _made_in_place(eqns: Sequence[JaxprEqn], kept: Collection[Var], seen: Callable[[Iterable[Atom]], list[Var]]) -> set[Var]:
+    """The values that are made in the buffer of the result that fused equations, their only readers, make of them.
+
+    A product that is added to an argument (a gradient, to the sum of earlier ones) is made in the buffer of that argument.
+    """
+    readers: dict[Var, list[JaxprEqn]] = {}
+    made = {out for eqn in eqns for out in eqn.outvars}
+    for eqn in eqns:
+        for var in seen(eqn.invars):
+            readers.setdefault(var, []).append(eqn)
+
+    def is_home(var: Var) -> bool:
+        if len(readers.get(var, ())) != 1 or var in kept:
+            return False
+        (eqn,), size = readers[var], count_bytes(aval_of(var))
+        large = [each for each in seen(eqn.invars) if count_bytes(aval_of(each)) == size and each in made]
+        if not _fuses(eqn) or len(large) > 1 or count_bytes(aval_of(eqn.outvars[0])) != size:
+            return False
+        return eqn.outvars[0] in kept or is_home(eqn.outvars[0])
+
+    return {out for eqn in eqns if not _fuses(eqn) for out in eqn.outvars if is_home(out)}
+
+
+def _fuses_operands(eqn: JaxprEqn) -> bool:
+    """Whether an equation writes its result, and what makes its operand is computed where it reads it."""
+    return kind_of(eqn).startswith(("reduce_", "arg")) or kind_of(eqn) == "gather"

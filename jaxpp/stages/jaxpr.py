@@ -9,6 +9,7 @@ import functools
 import math
 import operator
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -55,6 +56,7 @@ _COMPARISONS = frozenset({"max", "min", "clamp", "lt", "le", "gt", "ge", "reduce
 _ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print", "buffer_callback"})
 
 _OF_KERNELS = frozenset({"GridMapping", "BlockMapping"})  # Parameters of ``pallas_call`` with shapes and functions inside
+_ATTENTION = re.compile(r"dot_product_attention_(?:fp8_)?(?P<way>fwd|bwd)")
 _SHAPED = type(jax.make_jaxpr(jax.lax.neg)(1.0).in_avals[0])
 
 _OWN = str(pathlib.Path(__file__).parents[1])
@@ -134,7 +136,11 @@ def equations_of(
 
     ``env``: the axes over which it may communicate.
     """
-    closed = jax.make_jaxpr(function, axis_env=env)(*varying_shapes(atoms))
+    return equations_at(jax.make_jaxpr(function, axis_env=env)(*varying_shapes(atoms)), atoms)
+
+
+def equations_at(closed: ClosedJaxpr, atoms: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
+    """The equations of what was traced at shapes of these atoms, with variables of their own; and its results."""
     jaxpr = closed.jaxpr
     names: dict[Var, Atom] = dict(zip(jaxpr.invars, atoms, strict=True))
     names |= {var: Literal(np.asarray(value), var.aval) for var, value in zip(jaxpr.constvars, closed.consts, strict=True)}
@@ -638,6 +644,41 @@ def terms(eqn: JaxprEqn) -> int | None:
         kernel = aval_of(eqn.invars[1]).shape
         return math.prod(kernel) // max(kernel[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
     return None
+
+
+def attended(eqn: JaxprEqn) -> float | None:
+    """FLOPs of attention that is one equation (by cuDNN), of which a causal mask leaves half; None for anything else."""
+    sizes = attention_sizes(eqn)
+    if sizes is None:
+        return None
+    query, _, value = (aval_of(atom).shape for atom in eqn.invars[:3])
+    length, heads = axes_of_attention(eqn)
+    scores = query[0] * query[heads] * query[length] * sizes.keys * (0.5 if sizes.causal else 1.0)
+    return 2 * scores * (3 * query[-1] + 2 * value[-1] if sizes.backward else query[-1] + value[-1])
+
+
+class Attention(NamedTuple):
+    """What decides how fast attention that is one equation is."""
+
+    backward: bool
+    causal: bool
+    keys: int
+    width: int  # features of a head
+
+
+def attention_sizes(eqn: JaxprEqn) -> Attention | None:
+    """Of attention that is one equation (by cuDNN); None for anything else."""
+    found = _ATTENTION.match(kind_of(eqn))
+    if found is None:
+        return None
+    query, key = (aval_of(atom).shape for atom in eqn.invars[:2])
+    causal = "CAUSAL" in str(eqn.params.get("mask_type")) or bool(eqn.params.get("use_causal_mask"))
+    return Attention(found["way"] != "fwd", causal, key[axes_of_attention(eqn)[0]], query[-1])
+
+
+def axes_of_attention(eqn: JaxprEqn) -> tuple[int, int]:
+    """Where the length and the heads stand."""
+    return (2, 1) if eqn.params.get("layout") == 1 else (1, 2)
 
 
 def is_precise(eqn: JaxprEqn) -> bool:

@@ -13,14 +13,14 @@ import bisect
 import itertools
 import operator
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from jaxpp.stages.axes import AxisEnv
 from jaxpp.stages.floating import is_quantised
@@ -35,7 +35,7 @@ from jaxpp.stages.jaxpr import (
     aval_of,
     concatenated_rows,
     concatenation_of,
-    equations_of,
+    equations_at,
     function_of,
     grouped_rows,
     is_by_row,
@@ -50,6 +50,7 @@ from jaxpp.stages.jaxpr import (
     sliced_like,
     split_rows,
     variables,
+    varying_shapes,
     window_of,
     without_sharding,
 )
@@ -141,6 +142,7 @@ class _Splitter(Rewriter):
         self._parts: dict[Atom, list[tuple[int, Atom]]] = {}
         self._casts: dict[Atom, JaxprEqn] = {}
         self._made: dict[Atom, list[tuple[int, Atom]]] = {}
+        self._slices: dict[tuple[Atom, int], JaxprEqn] = {}  # by what they take, and how many rows of it
 
     def plain(self, eqn: JaxprEqn, values: list[Atom]) -> Sequence[Atom]:
         eqn = eqn.replace(invars=values)
@@ -230,6 +232,7 @@ class _Splitter(Rewriter):
         consts, carry, whole = loop.split(eqn.invars)
         name = self.name
         pieces: dict[int, list[Atom]] = {}
+        traced: dict[Hashable, ClosedJaxpr] = {}  # by shapes: most layers differ only in their rows
         inner = list(filter(None, map(module_path, loop.body.jaxpr.eqns)))  # what they share names the loop
         label, *inside = (posixpath.commonpath(inner or [""]) or "scan").split("/")
         for start, stop in reversed(spans) if loop.reverse else spans:
@@ -237,7 +240,11 @@ class _Splitter(Rewriter):
             self.name = "/".join(filter(None, (name, rows, *inside) if len(spans) > 1 else (name,)))
             inputs = [self._rows(atom, start, stop) if len(spans) > 1 else atom for atom in whole]
             is_param = [self._is_stacked(atom) and self._origin(atom) not in self._state for atom in whole]
-            eqns, results = _over(loop, [*consts, *carry, *inputs], is_param, stop - start, self._env)
+            atoms = [*consts, *carry, *inputs]
+            shapes = varying_shapes(atoms)
+            if (like := (stop - start, *is_param, *shapes)) not in traced:
+                traced[like] = _over(loop, shapes, is_param, stop - start, self._env)
+            eqns, results = equations_at(traced[like], atoms)
             for made in eqns:
                 self.emit(made)
             carry, pieces[start] = results[: loop.num_carry], results[loop.num_carry :]
@@ -265,8 +272,17 @@ class _Splitter(Rewriter):
         parts = [] if isinstance(atom, Literal) else self._parts.get(atom, self._made.get(atom, []))
         inside = [part for first, part in parts if start <= first and first + aval_of(part).shape[0] <= stop]
         if sum(aval_of(part).shape[0] for part in inside) < stop - start:
-            return self.compute(lambda whole: jax.lax.slice_in_dim(whole, start, stop), [atom])[0]
+            return self._sliced(atom, start, stop)
         return _joined(self, inside)
+
+    def _sliced(self, whole: Atom, start: int, stop: int) -> Atom:
+        like = self._slices.get((whole, stop - start))
+        made = sliced_like(like, whole, start, stop) if like is not None else None
+        if made is not None:
+            return self.emit(made)[0]
+        (rows,) = self.compute(lambda whole: jax.lax.slice_in_dim(whole, start, stop), [whole])
+        self._slices[whole, stop - start] = self.eqns[-1]
+        return rows
 
 
 def _first_row(eqn: JaxprEqn) -> int | None:
@@ -283,10 +299,8 @@ def _joined(rewriter: Rewriter, parts: Sequence[Atom]) -> Atom:
     return parts[0] if len(parts) == 1 else rewriter.compute(lambda *parts: jax.lax.concatenate(parts, 0), parts)[0]
 
 
-def _over(
-    loop: Scan, atoms: Sequence[Atom], is_param: Sequence[bool], length: int, env: AxisEnv
-) -> tuple[list[JaxprEqn], list[Atom]]:
-    """Equations that run a loop over other rows, casts of parameters before it; and what they return: the carry, the outputs."""
+def _over(loop: Scan, shapes: Sequence[jax.ShapeDtypeStruct], is_param: Sequence[bool], length: int, env: AxisEnv) -> ClosedJaxpr:
+    """What runs a loop over other rows, casts of parameters before it, and returns the carry and the outputs."""
     moved, rest = _hoisted(loop, is_param)
 
     def run(*args: jax.Array) -> list[jax.Array]:
@@ -301,7 +315,7 @@ def _over(
         carry, outputs = jax.lax.scan(step, carry, (list(rows), list(early)), **options)
         return [*carry, *outputs]
 
-    return equations_of(run, atoms, env)
+    return jax.make_jaxpr(run, axis_env=env)(*shapes)
 
 
 def _hoisted(loop: Scan, is_param: Sequence[bool]) -> tuple[Callable[..., Tree] | None, Callable[..., list[jax.Array]]]:

@@ -55,6 +55,8 @@ def join_losses(loss_fn: LossFn) -> LossFn:
 
 @dataclass(frozen=True)
 class _JointLoss:
+    """A loss of a ``Joint``: without these words Python 3.11.2 would look for the signature of the class, and fail."""
+
     function: LossFn
 
     def __call__(self, params: Joint, *rest: Tree, **named: Tree) -> Tree:

@@ -11,6 +11,7 @@ falls out of an equation of I (a ``scan``) is summed there. A stage whose input 
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -65,9 +66,15 @@ class StageCode:
     params: tuple[int, ...]  # the parameter leaves this stage reads
     flops: float  # of one forward
     backward_flops: float  # of one backward, with what it computes again
-    costs: Mapping[str, float]  # seconds that one F, B, I or W takes, estimated
+    rates: Rates  # of the devices that it was cut for
+    costs_at: Callable[[Rates], Mapping[str, float]]  # seconds that one F, B, I or W takes at some rates, estimated
     modules: tuple[str, ...]
     calls_host: bool  # whether any of its programs calls a Python function on the host
+
+    @cached_property
+    def costs(self) -> Mapping[str, float]:
+        """Seconds that one F, B, I or W takes on the devices that it was cut for, estimated."""
+        return self.costs_at(self.rates)
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,8 @@ class StageBuilder:
             params=tuple(sorted(ref.index for ref in programs.traced.inputs if ref.role == Role.PARAM)),
             flops=sum(cost for cost, i in zip(loss.flops, loss.spine, strict=True) if i in mine),
             backward_flops=programs.backward_flops if self.options.train else 0.0,
-            costs=programs.costs(self.options.rates, self.options.speeds[stage] if self.options.speeds else 1.0),
+            rates=self.options.rates,
+            costs_at=partial(programs.costs, speed=self.options.speeds[stage] if self.options.speeds else 1.0),
             modules=tuple(dict.fromkeys(name for i, name in zip(loss.spine, loss.modules, strict=True) if name and i in mine)),
             calls_host=calls_host(programs.traced.graph.eqns),
         )

@@ -23,7 +23,7 @@ from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.cuts.head import SCOPE
 from jaxpp.stages.jaxpr import aval_of, describe
-from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, in_units, table_lines
+from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, in_units, whole_rows
 from jaxpp.targets import device_name, refuse_compile_only
 from jaxpp.types import Activation, Cotangent, Device, Grads, Leaf, Params, Tree
 
@@ -125,6 +125,13 @@ class Stages(Sequence[Stage]):
             rows.append([*row, f"{stage.seconds / total:.1%}", *[kept] * keeps, sends])
         return rows
 
+    def _legend(self) -> str:
+        """What the columns count."""
+        if not any(stage.trains for stage in self):
+            return "F: FLOPs of a microbatch; share: of the time"
+        less = ', of all with remat="keep"' * any(stage.kept < stage.keepable for stage in self)
+        return f"F, B: FLOPs of a microbatch, forward and backward; share: of the time; kept: bytes from F to B{less}"
+
     def _summary(self) -> str:
         """All parameters, the device (or the rank of several devices) with the most work, and the speed-up of the step."""
         total = sum(stage.seconds for stage in self) or 1.0
@@ -138,13 +145,13 @@ class Stages(Sequence[Stage]):
         return f"{sum(stage.num_params for stage in self):,} parameters; largest share {share:.1%}, on {device}; {speed}"
 
     def __str__(self) -> str:
-        lines = [*table_lines(self._cells(), left=True), *fold_lines([self._summary(), *self.remarks])]
+        lines = [*whole_rows(self._cells()), *fold_lines([self._legend(), self._summary(), *self.remarks])]
         return "\n".join([*lines, ""])  # a line of its own for what is printed behind it
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return html_table(self._cells(), left=True) + html_remarks([self._summary(), *self.remarks])
+        return html_table(self._cells(), left=True) + html_remarks([self._legend(), self._summary(), *self.remarks])
 
 
 def _flops(flops: float) -> str:

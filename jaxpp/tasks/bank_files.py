@@ -232,7 +232,7 @@ def _open(where: str, directory: _Directory) -> tuple[Any, Any]:
     try:
         ocp, epath = importlib.import_module("orbax.checkpoint"), importlib.import_module("etils.epath")
     except ImportError as error:
-        fix = 'pip install "jaxpp[checkpoint]"'
+        fix = 'pip install -e ".[checkpoint]" in the checkout of jaxpp'
         raise BankError(where, "sets are saved and read by Orbax, which is not installed", str(error), fix) from error
     if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise BankError(where, "a directory is a path", shown(directory), 'pass a path, such as "runs/1/sets"')

@@ -19,9 +19,9 @@ from jaxpp.engine.outcome import Outcome
 from jaxpp.engine.tail import Tail
 from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import ArgumentError, BankError, CutError
+from jaxpp.lowering.builder import Name
+from jaxpp.lowering.step import Leaves
 from jaxpp.options import Options
-from jaxpp.plan.builder import Name
-from jaxpp.plan.step import Leaves
 from jaxpp.runtime.processes.here import devices_in, elsewhere, is_here, is_whole_here
 from jaxpp.runtime.replica_groups import shards_of
 from jaxpp.runtime.send import Send

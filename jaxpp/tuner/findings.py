@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpp.observe.evaluate import Parts, alone, parts
+from jaxpp.runtime.roofline import SPREAD
 from jaxpp.schedule.draw.canvas import (
     INK,
     Axes,
@@ -42,13 +43,13 @@ _SHAPES = {"least": ("o", "circle"), "keep": ("D", "diamond"), "offload": ("^", 
 
 
 def reasons(
-    found: SearchResult, hbm: int | None, processes: Sequence[int] = (), *, bounds: bool = False, width: int = 1
+    found: SearchResult, hbm: int | None, processes: Sequence[int] = (), *, planned: bool = False, width: int = 1
 ) -> tuple[str, ...]:
     """The sentences: first how the choice ran, then one for each choice that there was.
 
-    ``bounds``: predictions are least times; ``width``: how many devices each rank of a mesh has.
+    ``planned``: the devices only compile; ``width``: how many devices each rank of a mesh has.
     """
-    why = _Reasons(found, hbm, processes, bounds, width)
+    why = _Reasons(found, hbm, processes, planned, width)
     order = (*_ALWAYS, "balance", "replicas", "ranks")  # then any other
     knobs = sorted(KNOBS, key=lambda knob: order.index(knob.name) if knob.name in order else len(order))
     return (why.ran(), *filter(None, map(why.about, knobs)), *why.one_device())
@@ -58,13 +59,18 @@ class _Reasons(NamedTuple):
     found: SearchResult
     hbm: int | None
     processes: Sequence[int]
-    bounds: bool = False
+    planned: bool = False
     width: int = 1
 
     def ran(self) -> str:
         best = self.found.best
-        if self.bounds:
-            return f"{best.candidate.words}: a step takes at least {time_in_words(best.predicted)}, a bound."
+        if self.planned:
+            low, high = (time_in_words(share * best.predicted) for share in SPREAD)
+            likely = f"a step likely takes {time_in_words(best.predicted)} ({low} to {high})"
+            why = (
+                "by what kernels of their size reach of the peaks of this GPU, and a host that launches them as that of an H200 did"
+            )
+            return f"{best.candidate.words}: {likely}, {why}; nothing ran."
         step = f"{best.candidate.words}: a step takes {time_in_words(best.predicted)} by prediction"
         if best.measured is None:
             return f"{step}; it did not run."

@@ -6,6 +6,7 @@ over. The costs are then made to agree with a whole step (``fitted``), since wha
 only when they run together. Memory is counted. What was measured is remembered in a file.
 """
 
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -32,16 +33,17 @@ from jaxpp.engine.init_arguments import InitArguments, first_leaves, variables_o
 from jaxpp.engine.layout import Layout
 from jaxpp.engine.tracing import Tracing
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.bound import bound_of
+from jaxpp.lowering.plan import Plan
+from jaxpp.lowering.step import Leaves
+from jaxpp.observe.bound import bound_of, estimated_costs
 from jaxpp.observe.evaluate import costs_of_plan, step_seconds
-from jaxpp.observe.memory.forecast import room_of
-from jaxpp.observe.memory.liveness import Needs, liveness_of_all, program_needs, step_liveness
+from jaxpp.observe.memory.forecast import Forecast, forecast, room_of
+from jaxpp.observe.memory.liveness import Needs, estimated_liveness, liveness_of_all, program_needs, step_liveness
 from jaxpp.observe.profile.record import AllProcesses, Seen, SeenStep, Stamps, Steps, run_once
 from jaxpp.observe.profile.spans import durations_of
 from jaxpp.options import Options
-from jaxpp.plan.plan import Plan
-from jaxpp.plan.step import Leaves
 from jaxpp.runtime.measure import copy_times, host_times
+from jaxpp.runtime.not_public import cudnn_of
 from jaxpp.runtime.place import axis_map, mesh_of_ranks, num_places
 from jaxpp.runtime.processes.channel import align_clocks, rows_of_all, texts_of_all
 from jaxpp.runtime.processes.here import processes_of
@@ -51,8 +53,9 @@ from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.registry import SCHEDULES, make
 from jaxpp.schedule.simulate import is_cost
 from jaxpp.schedule.validate import is_count
-from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.cost import coarsest_dtype, count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
+from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.jaxpr import describe
 from jaxpp.tables import bytes_in_words
 from jaxpp.targets import compiles_only
@@ -67,15 +70,18 @@ _LEAST = 6  # steps that are timed, however long they take; half as many in a ro
 _LOOKS = 3  # steps of each kind that are looked at
 _HALVINGS = 30
 _MOST = 4.0  # how much longer actions may take in a step than alone, or less long
-_KIND = "jaxpp tune 5"  # what a file of results says of itself; another number for other contents
+_KIND = "jaxpp tune 7"  # what a file of results says of itself; another number for other contents
 
 _Check = Callable[[object], bool]  # whether something in a file of results can be a result
 
 
 class Devices:
-    """A ``Machine`` that runs steps on copies of the parameters; results are kept in the user's cache folder, or in ``keep``."""
+    """A ``Machine`` that runs steps on copies of the parameters; results are kept in the user's cache folder, or in ``keep``.
 
-    def __init__(
+    One that does not even compile (``compiles=False``) estimates costs and peaks from shapes, of devices whose numbers are known.
+    """
+
+    def __init__(  # noqa: PLR0913  (the options of the front doors)
         self,
         loss_fn: LossFn,
         optimizer: optax.GradientTransformation,
@@ -87,13 +93,22 @@ class Devices:
         mesh: Mesh | None = None,
         options: Mapping[str, Any] | None = None,
         keep: bool | str | os.PathLike[str] = True,
+        compiles: bool = True,
     ):
+        self._compiles, self._needs = compiles, Needs()
         self._loss_fn, self._optimizer, self._made, self._batch = loss_fn, optimizer, init_or_params, batch
         self._key = jax.random.key(0) if key is None else key
         self._devices, self._options = tuple(jax.devices() if devices is None else devices), dict(options or {})
         self._mesh, self._axes = mesh, axis_map(self._options.get("axes"), mesh)
         leaves = jax.tree.leaves(init_or_params)
         self._makes = callable(init_or_params) and len(leaves) == 1 and leaves[0] is init_or_params  # and no callable parameters
+        self._families: dict[Family, tuple[_Steps, Needs]] = {}
+        self._layouts: dict[Family, Layout] = {}  # of families with cuts for another schedule than a plain one
+        self._pace = _Pace()
+        self.num_measured = 0
+        if not compiles:
+            self._results = _Results(False, "", several=False)
+            return
         whole = self._open(Candidate(make("naive", 1, 1), "keep"))
         self.param_bytes = sum(map(count_bytes, jax.tree.leaves(whole.engine.layout.given[0])))
         engine, kinds = whole.engine, Counter((each.platform, each.device_kind, each.process_index) for each in self._devices)
@@ -106,18 +121,22 @@ class Devices:
         }
         name = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:32]
         self._results = _Results(keep, f"{name}.json", several=len(processes_of(self._devices)) > 1)
-        self._families: dict[Family, tuple[_Steps, Needs]] = {}
-        self._layouts: dict[Family, Layout] = {}  # of families with cuts for another schedule than a plain one
-        self._pace = _Pace()
-        self.num_measured = 0
 
     @property
     def remark(self) -> str:
         """What is wrong with the file of results; empty if nothing is."""
         return self._results.remark
 
+    def elsewhere(self, devices: Sequence[Device], mesh: Mesh | None) -> "Devices":
+        """The same where other GPUs are in their places, if it compiles nothing: what is traced, cut and counted is the same."""
+        other = copy.copy(self)
+        other._devices, other._mesh = tuple(devices), mesh
+        return other
+
     def costs(self, family: Family) -> StepCosts:
         """Measure a family, unless it was measured before."""
+        if not self._compiles:
+            return self._measured(family)
         name = " ".join(f"{name}={value}" for name, value in family._asdict().items())
         are_right = partial(_are_costs, num_stages=family.num_stages)
         found = self._results.known("costs", name, lambda: dataclasses.asdict(self._measured(family)), are_right)
@@ -133,6 +152,21 @@ class Devices:
         return tuple(
             self._result("peaks", [candidate], lambda: self._peaks_of(self._steps(candidate), candidate.family), are_right)
         )
+
+    def arithmetic(self, family: Family) -> tuple[float, float]:
+        """FLOPs of a microbatch, without what is run again; and FLOP/s of a device at the peak of the type that they are of."""
+        cut = self._family(family)[0].cut
+        type_ = coarsest_dtype(cut.loss.graph.eqns)
+        rates = rates_of(self._devices[0]).peaks
+        kind = "tensorfloat32" if type_ is None or type_.name == "float32" else type_.name
+        flops = sum(code.flops + code.backward_flops - code.repeated for code in cut.stages)
+        return flops, getattr(rates, kind, None) or rates.vector
+
+    def compiled(self, candidate: Candidate, room: int) -> Forecast:
+        """The memory of a candidate's own programs, with their bound and the prediction of a step."""
+        steps = self._open(candidate)
+        found = forecast(steps.engine, self._batch, steps.key, room, advise=False)
+        return dataclasses.replace(found, bound=bound_of(steps.engine, self._batch, steps.key))
 
     def cuts(self, candidate: Candidate) -> tuple[int, ...]:
         """Where the pipeline of a candidate cuts its loss; nothing is compiled for it, unless stages are measured for the cut."""
@@ -187,7 +221,9 @@ class Devices:
 
     def _open(self, candidate: Candidate, like: Layout | None = None) -> "_Steps":
         options = self._options_of(candidate)
-        shapes = InitArguments(self._made, self._batch, self._key if self._makes else None, "jaxpp.tune").shapes(options.axes)
+        given = InitArguments(self._made, self._batch, self._key if self._makes else None, "jaxpp.tune")
+        with cudnn_of(self._devices):
+            shapes = given.shapes(options.axes)
         variables = variables_of(options, shapes)
         key = Tracing(options).key_for(variables, self._batch, self._key)
         engine = open_engine(options, self._optimizer, variables, self._batch, key, like=like)
@@ -204,12 +240,14 @@ class Devices:
             self._made, self._makes = jax.device_get(jax.jit(self._made)(self._key)), False
         return self._made
 
+    def _plain(self, family: Family) -> Candidate:
+        return Candidate(plain_schedule(family, self._num_ranks(family)), family.remat, family.balance, family.replicas)
+
     def _family(self, family: Family) -> tuple["_Steps", Needs]:
         if family not in self._families:
-            schedule = plain_schedule(family, self._num_ranks(family))
-            layout = self._layouts.get(family._replace(splits=False))
-            steps = self._open(Candidate(schedule, family.remat, family.balance, family.replicas), layout)
-            self._families[family] = steps, program_needs(steps.engine, self._batch, steps.key)
+            steps = self._open(self._plain(family), self._layouts.get(family._replace(splits=False)))
+            needs = program_needs(steps.engine, self._batch, steps.key) if self._compiles else self._needs
+            self._families[family] = steps, needs
         return self._families[family]
 
     def _steps(self, candidate: Candidate) -> "_Steps":
@@ -217,14 +255,20 @@ class Devices:
         return _Steps(steps.engine.with_schedule(options.schedule, options.offload), self._batch, steps.key, self._variables)
 
     def _peaks_of(self, steps: "_Steps", family: Family) -> tuple[int, ...]:
+        if not self._compiles:
+            liveness = estimated_liveness(steps.engine, self._batch, steps.key, self._needs)
+            return tuple(liveness.most(place.shown) for place in steps.engine.placement.by_rank)
         shards = steps.engine.placement.num_shards > 1  # how residuals are sharded only the candidate's own programs say
         liveness = liveness_of_all(steps.engine, self._batch, steps.key, known=None if shards else self._family(family)[1])
         return tuple(liveness.most(place.shown) for place in steps.engine.placement.by_rank)
 
     def _measured(self, family: Family) -> StepCosts:
         self.num_measured += 1
+        if not self._compiles:
+            steps, _ = self._family(family)
+            return estimated_costs(steps.engine, self._batch, steps.key, self._options_of(self._plain(family)))
         if compiles_only(self._devices[0]):
-            return self._bounded(family)
+            return self._predicted(family)
         if family.cuts and self._pace.reference is None:  # a reference is cut so that it can be opened in another process, too
             self.costs(family._replace(balance="flops", cuts=()))
         steps, plain = self._runnable(family)
@@ -249,16 +293,16 @@ class Devices:
         shared = on_cores or len(set(places)) < len(places)
         return fitted(costs.slowed(1 / pace.factor), plain, pace.seconds, shared=shared, processes=processes)
 
-    def _bounded(self, family: Family) -> StepCosts:
-        """The least that a family costs on devices that only compile, by their numbers."""
+    def _predicted(self, family: Family) -> StepCosts:
+        """What a family is predicted to cost on devices that only compile, by their numbers and what kernels reach of them."""
         steps, _ = self._family(family)
         bound = bound_of(steps.engine, self._batch, steps.key)
         if bound is None:
             rule = "on devices that only compile, candidates are compared by the numbers of the GPU"
             raise ArgumentError("jaxpp.tune(...)", rule, "a GPU whose numbers are not known", "pass devices=jaxpp.target(...)")
         if family.remat != "least":
-            return bound.costs
-        return dataclasses.replace(bound.costs, offload=tuple(copy_times(steps.cut, steps.engine.placement.places)[0]))
+            return bound.likely
+        return dataclasses.replace(bound.likely, offload=tuple(copy_times(steps.cut, steps.engine.placement.places)[0]))
 
     def _open_reference(self) -> None:
         reference = self._results.get("reference", "of the pace", _is_reference)
@@ -299,8 +343,13 @@ class _Steps(Steps):
         return self.engine.preparer.step(self.batch, self.key).cuts[0]
 
     @cached_property
+    def own_plan(self) -> Plan:
+        """The lines of this process."""
+        return self.engine.plan("update", self.batch, self.key)[0]
+
+    @cached_property
     def whole_plan(self) -> Plan:
-        return self.engine.plan("update", self.batch, self.key)[0] if self.engine.alone else self._all_processes.plan
+        return self.own_plan if self.engine.alone else self._all_processes.plan
 
     @cached_property
     def _all_processes(self) -> AllProcesses:
@@ -356,7 +405,7 @@ class _Pace:
     def timed(self, steps: _Steps, budget: float, *, looks: bool = False, warm_up: int = _WARM_UP, least: int = _LEAST) -> _Paced:
         """Run steps by turns with the reference, for so many seconds; before that, some are looked at if ``looks``."""
         first = min(steps.timed() for _ in range(warm_up))
-        seen = [steps.step(Stamps(waits=waits)).timed() for waits in (True, False) * (_LOOKS if looks else 0)]
+        seen = [steps.step(Stamps(waits=waits)).timed(steps.own_plan) for waits in (True, False) * (_LOOKS if looks else 0)]
         count = min(40, max(least, math.ceil(budget / (first + self.usual))))
         seconds, factors = list[float](), [self._factor()]
         for _ in range(count):

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from jaxpp.errors import ArgumentError, JaxppError, ScheduleError
+from jaxpp.errors import ArgumentError, JaxppError, LossError, ScheduleError
 from jaxpp.observe.evaluate import CandidateSearch, step_seconds
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.action import Kind
@@ -187,7 +187,7 @@ def _schedules(space: Space) -> Iterator[tuple[Schedule, int]]:
     """The schedules, each with its number of replicas."""
     for ranks, replicas in (*((ranks, 1) for ranks in space.num_ranks), *space.splits):
         num_examples = space.num_examples // replicas
-        usual = usual_microbatches(num_examples, ranks)
+        usual = usual_microbatches(max(1, num_examples), ranks)
         names = [name for name in space.schedules if name != AUTO] or SCHEDULES  # there is none to measure without another one
         for name in names:
             recipe = SCHEDULES[name]
@@ -238,6 +238,7 @@ class Limits(NamedTuple):
     num_measured: int = 3  # how many candidates are run; the best of them is chosen. With 0, the best by prediction is.
     processes: tuple[int, ...] = ()  # the process of each device, or on a mesh of each rank; one process unless given
     clock: Callable[[], float] = time.perf_counter  # seconds since some moment; in several processes, the same in all
+    families: int | None = None  # how many of the families that are added at once are measured, those that promise most; None: all
 
 
 class Row(NamedTuple):
@@ -273,8 +274,13 @@ class SearchResult(NamedTuple):
 _UNLIMITED = Limits()
 
 
-def search(machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves: bool = False) -> SearchResult:
-    """The candidate whose step takes the least time, of those that fit; with ``saves`` stages may offload or recompute for that."""
+def search(
+    machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves: bool = False, least: bool = False
+) -> SearchResult:
+    """The candidate whose step takes the least time, of those that fit; with ``saves`` stages may offload or recompute for that.
+
+    Where nothing fits that is an error, or with ``least`` the candidate whose fullest device holds least.
+    """
     with progress(after=_PATIENCE, unit="measured", total=0) as bar:
         run = _Search(machine, limits, bar)
         run.add(candidates(space))
@@ -282,7 +288,7 @@ def search(machine: Machine, space: Space, limits: Limits = _UNLIMITED, *, saves
             known, saving = frozenset(run.candidates), candidates(dataclasses.replace(space, remat=_SAVES))
             run.add([candidate for candidate in saving if candidate not in known])
         run.improve(space)
-        return run.result(space)
+        return run.result(space, least=least)
 
 
 class _Search:
@@ -325,9 +331,11 @@ class _Search:
 
     def _measure(self, families: Iterable[Family], *, always: bool = False) -> None:
         waiting, budget = list(families), self.limits.seconds
-        self.bar.total += len(waiting)
+        most = len(waiting) if self.limits.families is None or always else self.limits.families
+        last = max(0, len(waiting) - most)
+        self.bar.total += len(waiting) - last
         while waiting:
-            if not always and self._is_spent():
+            if not always and (len(waiting) <= last or self._is_spent()):
                 self.unseen += waiting
                 return
             family = self._next(waiting)
@@ -336,6 +344,8 @@ class _Search:
             try:
                 self.costs[family] = self.machine.costs(family)
             except JaxppError as error:
+                if is_of_loss(error):
+                    raise
                 self.left_out[family] = error
             self.bar.update()
             if budget is not None and len(self.costs) == 1 and (spent := self._now() - self.began) > budget:
@@ -348,7 +358,7 @@ class _Search:
         if not self.costs:
             usual = {candidate.family for candidate in self.candidates if candidate.schedule.name == "1f1b"}
             return min(waiting, key=lambda family: (family not in usual, family.num_microbatches))
-        if self.limits.seconds is None:
+        if self.limits.seconds is None and self.limits.families is None:
             return waiting[0]
         return min((candidate for candidate in self.candidates if candidate.family in waiting), key=self._promise).family
 
@@ -428,12 +438,14 @@ class _Search:
             excess = max(self.search.weights.get(made, (hbm,))) - hbm
             room = [each - excess for each in room]
 
-    def result(self, space: Space) -> SearchResult:
+    def result(self, space: Space, *, least: bool = False) -> SearchResult:
         steps = dict[Candidate, tuple[float, ...]]()
         self.bar.total += self.limits.num_measured
         names, made = space.schedules, self.to_measure
         ordered = [candidate for candidate in self.search.quickest() if candidate.schedule.name in names or candidate in made]
         fitting = self._fitting(candidate for candidate in ordered if candidate.is_cut)
+        if not fitting and least:
+            fitting = [candidate for candidate in self.search.lightest() if candidate in ordered and candidate.is_cut][:1]
         if not fitting:
             raise self._nothing_fits()
         if self.limits.num_measured:
@@ -456,6 +468,11 @@ class _Search:
         got = [f"{len(lightest)} candidates, none of which fits into {room}", f"the least is {need}, of {lightest[0].words}"]
         fix = "use more devices or smaller batches, or pass a larger hbm if the devices have it"
         return ArgumentError(f"jaxpp.tune(..., hbm={room!r})", rule, got, fix)
+
+
+def is_of_loss(error: JaxppError) -> bool:
+    """Whether an error is the loss's own, which it has in every pipeline."""
+    return isinstance(error, LossError) and error.parts[0] == "loss_fn"
 
 
 def _middle(seconds: Sequence[float] | None) -> tuple[float | None, tuple[float, float] | None]:

@@ -73,7 +73,9 @@ def test_code_on_a_page_is_run_or_says_whose_it_is():
 
 @pytest.mark.pages
 def test_the_numbers_of_the_page_of_limits_are_those_of_the_experiments():
-    rows = re.findall(r"^\| .*? \| (.*?) \| \[\w+\]\(experiments/(\w+)\.md\) \|$", (DOCS / "limits.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| .*? \| (.*?) \| \[\w+\]\(\.\./experiments/(\w+)/README\.md\) \|$", (DOCS / "limits.md").read_text(), re.MULTILINE
+    )
     assert len(rows) >= 6
     for quoted, experiment in rows:
         measured = (ROOT / "experiments" / experiment / "README.md").read_text()
@@ -190,7 +192,8 @@ def test_the_reference_has_every_public_name():
     public = {f"{name}.{public}" for name, module in modules.items() for public in module.__all__}
     tools = {"jaxpp.errors.shown", "jaxpp.errors.warn"}  # what jaxpp writes its own messages with
     twice = {"jaxpp.JaxppError"}  # stands under jaxpp.errors
-    assert shown == public - set(modules) - tools - twice
+    numbers = {"jaxpp.targets"}  # of GPUs: the guide says what to ask it
+    assert shown == public - set(modules) - tools - twice - numbers
 
 
 def code_cell(source, *outputs):
@@ -222,6 +225,14 @@ def test_parameters_are_told_in_the_order_of_the_signature():
     assert len(told) > 30
     for function, (name, found) in told.items():
         assert found == [parameter for parameter in inspect.signature(function).parameters if parameter in found], name
+
+
+def test_the_groups_of_the_parameters_of_a_pipeline_are_in_the_order_of_the_signature_and_name_each_once():
+    first, groups = jaxpp.Pipeline.__doc__.split("Args:")[0].split("first six parameters.")
+    listed = [name for line in re.findall(r"^    - .*", groups, re.MULTILINE) for name in re.findall(r"``(\w+)``", line)]
+    names = list(inspect.signature(jaxpp.Pipeline).parameters)
+    assert names[:6] == ["loss_fn", "optimizer", "num_stages", "num_microbatches", "schedule", "has_aux"]
+    assert names[6:] == listed and parameters_told(jaxpp.Pipeline.__doc__) == names and first
 
 
 def test_the_page_of_the_pipeline_has_all_its_members_init_and_step_first():
@@ -294,9 +305,9 @@ def test_folded_answers_are_markdown_and_fences_stay_as_they_are():
 
 
 def test_links_of_included_documents_lead_to_pages():
-    shown = {"jaxpp/plan/lower.py": "source/lower.py.md", "experiments/lm/main.py": "source/main.py.md"}
+    shown = {"jaxpp/lowering/lower.py": "source/lower.py.md", "experiments/lm/main.py": "source/main.py.md"}
     fenced = "\n\n```sh\npython `main.py`\n```\n"
-    text = "[a](../../jaxpp/plan/lower.py), `main.py`, `jaxpp/plan/lower.py`, [b](https://example.org)" + fenced
+    text = "[a](../../jaxpp/lowering/lower.py), `main.py`, `jaxpp/lowering/lower.py`, [b](https://example.org)" + fenced
     found = pages.linked(text, "experiments/lm", "experiments/lm.md", shown.get)
-    links = "[a](../source/lower.py.md), [`main.py`](../source/main.py.md), [`jaxpp/plan/lower.py`](../source/lower.py.md)"
+    links = "[a](../source/lower.py.md), [`main.py`](../source/main.py.md), [`jaxpp/lowering/lower.py`](../source/lower.py.md)"
     assert found == f"{links}, [b](https://example.org){fenced}"

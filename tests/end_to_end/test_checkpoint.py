@@ -1,5 +1,9 @@
 """Training goes on from a checkpoint with the bits of the uninterrupted run, whatever the state holds, and opens anywhere."""
 
+import pathlib
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -234,3 +238,37 @@ def test_a_restored_state_goes_on_with_the_same_bits(name, tmp_path):
     state, restored = advance(pipe, state, run, 2), advance(fresh, restored, run, 2)
     assert restored.step == state.step == 4
     chex.assert_trees_all_equal(restored, state)
+
+
+ELSEWHERE = """
+import jax, orbax.checkpoint, pathlib, sys
+
+path, shapes, key = pathlib.Path(sys.argv[1]), eval(sys.argv[2]), jax.random.key(0)
+init_fn = lambda key: {name: jax.numpy.zeros(shape) for name, shape in shapes.items()}
+assert jax.device_count() == 1
+try:
+    orbax.checkpoint.StandardCheckpointer().restore(path)
+except ValueError as error:
+    print("no target:", str(error).split(".")[0])
+LINES
+print(type(params["a"]).__name__, {name: float(leaf.sum()) for name, leaf in params.items()})
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", ["README.md", "docs/guide/save.md"])
+def test_the_parameters_alone_open_on_one_device_in_the_lines_of_the_page(page, tmp_path):
+    run = run_of(num_stages=4, optimizer=optax.adamw(1e-2))
+    pipe = run.make()
+    state = advance(pipe, pipe.init(*run.made), run, 1)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    text = (pathlib.Path(__file__).parents[2] / page).read_text()
+    lines = re.search(r'^target = \{"params": jax.eval_shape.*?\["params"\]$', text, re.DOTALL | re.MULTILINE)[0]
+    code = ELSEWHERE.replace("LINES", lines.replace("ocp.", "orbax.checkpoint."))
+    arguments = [sys.executable, "-c", code, str(tmp_path / "state"), str({name: leaf.shape for name, leaf in PARAMS.items()})]
+    opened = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    sums = {name: float(np.asarray(leaf).sum()) for name, leaf in jax.device_get(state.params).items()}
+    told, found = opened.stdout.splitlines() or [opened.stderr, ""]
+    assert told == "no target: Topology mismatch detected"
+    assert found == f"ndarray {sums}"

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +20,25 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import serialization
+from flax.training.dynamic_scale import DynamicScale
 
 import jaxpp
 from jaxpp.engine.state import tail_of
 from jaxpp.errors import ArgumentError, BatchError, StateError
+from jaxpp.lowering.builder import Builder, Name
+from jaxpp.lowering.passes.flow import in_flow
+from jaxpp.lowering.plan import Execution
 from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.observe.memory.liveness import liveness_in_flow, step_liveness
 from jaxpp.observe.profile.record import flowing_plan
-from jaxpp.plan.builder import Builder, Name
-from jaxpp.plan.passes.flow import in_flow
-from jaxpp.plan.plan import Execution
 from jaxpp.runtime import execute
 from jaxpp.schedule import SCHEDULES, Action, Kind, make
 from jaxpp.stages.program import Program, Ref, Role
-from jaxpp.verify import compare, oracle
+from jaxpp.verify import compare
 from tests.models import LAYERS, PARAMS, X, looped, loss_fn, pipeline, schedule_for
 from tests.random_models import random_model
 
+pytestmark = pytest.mark.filterwarnings("ignore:delay=1. where (no rank has room|the host is waited):jaxpp.OptionWarning")
 WIDTH = 8
 KEYS = [jax.random.key(k) for k in range(4)]
 
@@ -253,6 +256,7 @@ def test_what_no_step_changes_is_held_once():
         }.items()
     ],
 )
+@pytest.mark.filterwarnings("ignore:delay=1. with remat:jaxpp.OptionWarning")
 def test_pipelines_of_all_kinds_flow_or_end_with_the_same_bits(options):
     options = {"num_stages": 2, **options}
     if "mesh" in options:
@@ -304,7 +308,7 @@ def versions_alive(shape, devices):
 
 def test_there_are_two_versions_of_the_weights_at_the_fullest(monkeypatch):
     """Counted after every instruction of steps in flow; plain sgd has no other arrays of this shape."""
-    monkeypatch.setattr("jaxpp.plan.step.ZEROED", 0)  # as of large stages: the first backward makes the sums
+    monkeypatch.setattr("jaxpp.lowering.step.ZEROED", 0)  # as of large stages: the first backward makes the sums
     shape = (37, 37)
 
     pipe = jaxpp.Pipeline(loss_of_list, optax.sgd(0.1), num_stages=4, num_microbatches=4, delay=1)
@@ -384,6 +388,30 @@ def test_ctrl_c_leaves_a_step_undone_or_done(monkeypatch):
         results.append(jax.device_get(state))
     for each in results[1:]:
         equal(each, results[0])
+
+
+def test_ctrl_c_while_a_look_takes_the_lock_of_a_step_leaves_it_free_for_other_threads():
+    # Between the call that takes a lock and the ``try`` that gives it back, Python handles signals.
+    class Pressed:
+        def __init__(self, lock):
+            self.lock, self.release = lock, lock.release
+
+        def acquire(self, blocking=True):
+            taken = self.lock.acquire(blocking)
+            signal.raise_signal(signal.SIGINT)
+            return taken
+
+    pipe, state = begun()
+    state, _ = pipe.step(state, X)
+    tail = tail_of(state, pipe.engine)
+    tail._lock = Pressed(lock := tail._lock)
+    with pytest.raises(KeyboardInterrupt):
+        state.params  # noqa: B018  (it is looked at)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(lock.acquire(timeout=0.1)))
+    thread.start()
+    thread.join()
+    assert found == [True]
 
 
 def test_a_step_that_fails_leaves_the_step_before_it_whole(monkeypatch):
@@ -528,17 +556,70 @@ LOOKS = [
 ]
 
 
+@jax.custom_vjp
+def overflowing(loss, limit):
+    """The loss, whose backward overflows where it starts from more than the limit."""
+    return loss
+
+
+overflowing.defvjp(lambda loss, limit: (loss, limit), lambda limit, seed: (jnp.where(seed > limit, jnp.inf, seed), None))
+
+
+class Late(NamedTuple):
+    """A pipeline whose steps flow, and in what its plain loop differs."""
+
+    options: dict[str, Any] = {}  # noqa: RUF012  (nobody writes it)
+    bad: tuple[int, ...] = ()  # the steps whose batch makes gradients that are not finite
+    limit: float = np.inf  # above which a backward overflows
+    optimizer: Any = OPTIMIZERS["clipped adamw"]
+
+    def loss_fn(self, params, x):
+        return overflowing(loss_fn(params, x), self.limit)
+
+    @property
+    def scale(self):
+        return self.options.get("loss_scale")
+
+
+KINDS = {
+    "clipped adamw": Late(),
+    "overflows": Late({"loss_scale": DynamicScale(scale=2.0**10, growth_interval=3)}, (0, 3, 7, 8, 13, 14, 15)),
+    "a constant scale": Late({"loss_scale": DynamicScale(scale=8.0, growth_factor=1.0, backoff_factor=1.0)}, (1, 4, 5)),
+    "an optimizer in host memory": Late({"host": "optimizer"}),
+    "a scale that grows too large": Late({"loss_scale": DynamicScale(scale=16.0, growth_interval=1)}, (), 100.0),
+}
+
+
+def batch_of(kind, number):
+    return np.full(X.shape, np.inf) if number in KINDS[kind].bad else np.asarray(X, np.float64)
+
+
 @functools.cache
-def trajectory(num_steps=24):
-    """The states of training on one device, the gradients late by one step; and the loss and the norm of each step."""
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), PARAMS)
-    optimizer, before, found, x = OPTIMIZERS["clipped adamw"], params, [], X.astype(jnp.float64)
-    moments = optimizer.init(params)
-    for _ in range(num_steps):
-        loss, _, grads, *_ = oracle(loss_fn, before, x, None, 4)
-        found.append(((params, moments, before), loss, jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(grads)))))
-        updates, moments = optimizer.update(grads, moments, params)
-        before, params = params, optax.apply_updates(params, updates)
+def trajectory(kind="clipped adamw", num_steps=24):
+    """The states of training on one device, the gradients late by one step; and the loss and the norm of each step.
+
+    With a loss scale, gradients are made with the scale that was known when their parameters were, and divided by it. Each step in
+    which they are not finite leaves parameters and optimizer as they are and makes the newest scale smaller.
+    """
+    it, params = KINDS[kind], jax.tree.map(lambda leaf: leaf.astype(jnp.float64), PARAMS)
+    before, found, moments = params, [], it.optimizer.init(params)
+    scale = old = 1.0 if it.scale is None else it.scale.scale
+    count = 0
+    for number in range(num_steps):
+        made = [
+            jax.value_and_grad(lambda p, x, by: by * it.loss_fn(p, x))(before, x, old) for x in np.split(batch_of(kind, number), 4)
+        ]
+        loss, grads = jax.tree.map(lambda *parts, old=old: sum(parts) / 4 / old, *made)
+        norm, finite = optax.tree.norm(grads), all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(grads))
+        found.append(((params, moments, before), (scale, old), loss, norm, finite))
+        before, old = params, scale
+        if finite:
+            updates, moments = it.optimizer.update(grads, moments, params)
+            params = optax.apply_updates(params, updates)
+        if it.scale is not None:
+            grows = count == it.scale.growth_interval
+            scale *= (it.scale.growth_factor if grows else 1.0) if finite else it.scale.backoff_factor
+            count = 0 if grows or not finite else count + 1
     return found
 
 
@@ -551,22 +632,26 @@ def test_whoever_looks_at_metrics_goes_on_training():
             for number in range(3):
                 state, metrics = pipe.step(state, x)
                 look(metrics)
-                compare("metrics", (metrics.loss, metrics.grad_norm), known[number][1:])
+                compare("metrics", (metrics.loss, metrics.grad_norm), known[number][2:4])
             compare("state", (state.params, state.opt_state, state.previous), known[3][0])
 
 
 class Session:
     """What a user may do in any order, with what must come of it: ``trajectory`` at the number of steps taken."""
 
-    def __init__(self, pipe, seed, monkeypatch):
-        self.pipe, self.rng, self.monkeypatch = pipe, np.random.default_rng(seed), monkeypatch
-        self.known, self.x, self.done = trajectory(), X.astype(jnp.float64), []
+    def __init__(self, pipe, kind, seed, monkeypatch):
+        self.pipe, self.kind, self.rng, self.monkeypatch = pipe, kind, np.random.default_rng(seed), monkeypatch
+        self.known, self.x, self.done = trajectory(kind), X.astype(jnp.float64), [kind]
         self.start(0)
 
     def start(self, step):
         self.state, self.metrics, self.old = self.pipe.init(self.known[0][0][0], self.x), None, None
         while self.state.step < step:
-            self.state, self.metrics = self.pipe.step(self.state, self.x)
+            self.state, self.metrics = self.pipe.step(self.state, self.batch)
+
+    @property
+    def batch(self):
+        return batch_of(self.kind, self.state.step)
 
     def run(self, num_operations):
         names = [name for name in dir(Session) if name.startswith("op_")]
@@ -581,21 +666,27 @@ class Session:
 
     def is_right(self, state=None):
         state = self.state if state is None else state
-        compare(str(self.done), (state.params, state.opt_state, state.previous), self.known[state.step][0])
+        expected, scales, *_ = self.known[state.step]
+        compare(str(self.done), (state.params, state.opt_state, state.previous), expected)
+        if state.loss_scale != ():
+            assert (float(state.loss_scale.scale), float(state.previous_scale)) == scales, self.done
 
     def op_step(self):
         old = self.state
-        self.state, self.metrics = self.pipe.step(old, self.x)
+        self.state, self.metrics = self.pipe.step(old, self.batch)
         self.old = old
 
     def op_keep_the_old_state(self):
-        kept, (self.state, self.metrics), self.old = self.state, self.pipe.step(self.state, self.x, donate=False), None
+        kept, (self.state, self.metrics), self.old = self.state, self.pipe.step(self.state, self.batch, donate=False), None
         self.is_right(kept)
 
     def op_metrics(self):
         if self.metrics is not None:
             TOLD[self.rng.integers(len(TOLD))](self.metrics)
-            compare(str(self.done), (self.metrics.loss, self.metrics.grad_norm), self.known[self.metrics.step - 1][1:])
+            *_, loss, norm, finite = self.known[self.metrics.step - 1]
+            assert self.metrics.finite in (None, finite)
+            if finite:
+                compare(str(self.done), (self.metrics.loss, self.metrics.grad_norm), (loss, norm))
 
     def op_state(self):
         LOOKS[self.rng.integers(len(LOOKS))](self.state)
@@ -650,16 +741,60 @@ class Session:
             if saved is None:
                 self.start(step)
             else:
-                self.state, self.metrics = self.pipe.step(saved, self.x)
+                self.state, self.metrics = self.pipe.step(saved, self.batch)
                 self.old = None
+
+    def op_save_and_open(self):
+        saved = serialization.to_state_dict(self.state)
+        self.state, self.old = serialization.from_state_dict(self.state, saved), None
+
+    def op_interrupt(self):
+        """Ctrl-C before any instruction leaves a step undone, or done."""
+        count, at, step = itertools.count(), self.rng.integers(60), self.state.step
+        press = lambda _: next(count) == at and signal.raise_signal(signal.SIGINT)  # noqa: E731
+        with before_each(self.monkeypatch, press), contextlib.suppress(KeyboardInterrupt):
+            self.op_step()
+        self.state, self.metrics, self.old = self.pipe.state, None, None
+        assert self.state.step in (step, step + 1)
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(10, marks=pytest.mark.long), pytest.param(100, marks=pytest.mark.slow)])
 def test_whatever_a_user_does_in_whatever_order_training_is_that_of_one_device(first, monkeypatch):
     with jax.enable_x64(True):
-        pipe = pipeline(optimizer=OPTIMIZERS["clipped adamw"], stages=3, microbatches=4, delay=1)
-        for seed in range(first, first + max(4, 5 * first)):
-            Session(pipe, seed, monkeypatch).run(40)
+        for number, (kind, it) in enumerate(KINDS.items()):
+            pipe = pipeline(it.loss_fn, it.optimizer, stages=3, microbatches=4, delay=1, **it.options)
+            for seed in range(first + number, first + max(len(KINDS), 5 * first), len(KINDS)):
+                Session(pipe, kind, seed, monkeypatch).run(40)
+
+
+def test_the_backwards_of_a_step_do_not_wait_for_its_scale():
+    """The rule is there so that they need not: steps flow as they do without a scale."""
+    found = []
+    for options in ({}, KINDS["overflows"].options):
+        pipe, _ = begun(**options)
+        _, lowered = pipe.engine.plan("update", X, None)
+        found.append([str(line.action) for line in lowered.bound.lines[: lowered.bound.flow.body] if line.action])
+    assert found[0] == found[1]
+    assert any("B" in action for action in found[0])
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind == "overflows" else pytest.mark.long) for kind in KINDS])
+def test_each_step_that_is_not_finite_is_skipped_and_lowers_the_scale_once(x64, kind):
+    it, known = KINDS[kind], trajectory(kind)
+    skipped = [number for number, (*_, finite) in enumerate(known) if not finite]
+    assert it.scale is None or any(number + 1 in skipped for number in skipped), "two in a row"
+    for stages, microbatches, ends in ((2, 4, True), (3, 4, False)):
+        pipe = pipeline(it.loss_fn, it.optimizer, stages=stages, microbatches=microbatches, delay=1, **it.options)
+        state = pipe.init(known[0][0][0], batch_of("clipped adamw", 0))
+        for number, (expected, scales, loss, norm, finite) in enumerate(known[:-1]):
+            compare("state", (state.params, state.opt_state, state.previous) if ends else (), expected if ends else ())
+            state, metrics = pipe.step(state, batch_of(kind, number))
+            if finite:
+                compare("metrics", (metrics.loss, metrics.grad_norm) if ends else metrics.loss, (loss, norm) if ends else loss)
+            if it.scale is not None and ends:
+                assert (bool(metrics.finite), float(state.previous_scale)) == (finite, scales[0])
+        compare("state", (state.params, state.opt_state, state.previous), known[-1][0])
+        assert pipe.verify(state, batch_of("clipped adamw", 0))
 
 
 @pytest.mark.parametrize("num_steps", [40, pytest.param(1000, marks=pytest.mark.long)])
@@ -762,6 +897,19 @@ def test_states_cross_between_delay_and_none(tmp_path):
     before = jax.device_get(state.params)
     equal(some.step(state, X)[0].previous, before)
     equal(whole.step(few, X)[0].previous, PARAMS)
+
+
+@pytest.mark.long
+def test_a_state_with_a_scale_crosses_too():
+    late, plain = (pipeline(stages=3, microbatches=4, delay=delay, loss_scale=DynamicScale()) for delay in (1, 0))
+    saved, without = (jax.device_get(pipe.step(pipe.init(PARAMS, X), X)[0]) for pipe in (late, plain))
+    assert late.step(without, X)[0].previous_scale == without.loss_scale.scale
+    assert plain.step(saved, X)[0].previous_scale == ()
+
+
+def test_of_a_state_that_flows_the_optimizer_alone_waits():
+    pipe, _ = begun()
+    assert [options.host for options in pipe.engine.options.hosted()] == ["optimizer"]
 
 
 def tier(seed):

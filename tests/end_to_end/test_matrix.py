@@ -1,6 +1,12 @@
-"""Every feature on every kind of pipeline trains as a plain loop on one device: one matrix in place of a test for each pair."""
+"""Every feature on every kind of pipeline trains as a plain loop on one device: one matrix in place of a test for each pair.
+
+``JAXPP_WRITE_MESSAGES=1 python -m pytest tests/end_to_end/test_matrix.py -k page`` writes the page of the docs that says so.
+"""
 
 import itertools
+import os
+import pathlib
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +20,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import PartitionSpec
 
 import jaxpp
-from jaxpp.errors import ArgumentError
+from jaxpp.errors import ArgumentError, JaxppError
 from jaxpp.stages.loss.aux import REDUCERS
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.models import gpt_case, mlp_case
@@ -22,6 +28,7 @@ from tests.models import gpt_case, mlp_case
 STEPS = 3
 D = jax.devices()
 RNG = np.random.default_rng(0)
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "together.md"
 X = RNG.normal(size=(16, 8))
 PARAMS = {name: RNG.normal(size=(8, 8)) / 2 for name in "abcd"}
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3))
@@ -45,6 +52,11 @@ def looped(params, x):
 
 def with_aux(params, x):
     return chain(params, x), {"size": jnp.abs(x @ params["a"]).mean(), "most": jnp.abs(x @ params["d"]).max()}
+
+
+def calling(params, x):
+    jax.debug.print("loss")
+    return chain(params, x)
 
 
 def with_key(params, x, key):
@@ -191,15 +203,204 @@ PIPELINES = {
     "replicas in flow that divide gradients": {"delay": 1, "data_parallel": 2, "shard": "gradients"},
     "a mesh in flow": on_mesh(2, 2, 2, delay=1),
     "a wide rank in flow": {"devices": [D[:2], D[2]], "shardings": over_model, "delay": 1},
+    "an optimizer in host memory in flow": {"delay": 1, "host": "optimizer"},
     "a state in host memory": {"host": "params"},
     "an optimizer in host memory": {"host": "optimizer", "data_parallel": 2},
+    "an optimizer in host memory in parts": {"host": "optimizer", "data_parallel": 2, "shard": "optimizer"},
+    "parameters in host memory in parts": {"host": "params", "data_parallel": 2, "shard": "parameters"},
+    "a mesh that divides a state in host memory": on_mesh(2, 2, 2, host="params", shard=("gradients", "parameters")),
 }
 REFUSED = {
-    "a bank, delay": "the set of a task is of one step",
-    "a bank, host": "the sets of a bank wait in host memory by themselves",
-    "a loss scale, delay": "a loss scale, which a step may skip",
-    "everything, delay": "a loss scale, which a step may skip",
+    ("a bank", "delay"): "the set of a task is of one step",
 }
+"""Features that kinds of pipelines with an option refuse, and what is said."""
+
+
+def refused(name: str, options: dict[str, Any]) -> str | None:
+    """What is said where a feature is refused by a pipeline of these options; None where it works."""
+    return next((said for (feature, option), said in REFUSED.items() if feature == name and option in options), None)
+
+
+def make(loss=chain, optimizer=CLIPPED, **options):
+    return jaxpp.Pipeline(loss, optimizer, **{"num_stages": 2, "num_microbatches": 2} | options)
+
+
+def with_bank(**options):
+    return make(of_task, bank=jaxpp.Bank({"t": {"w": np.eye(8)}}, CLIPPED), **options)
+
+
+class Refusal(NamedTuple):
+    """A pair of options that is refused: how to ask for it, a part of what is said, and why it is so."""
+
+    call: Callable[[], object]
+    said: str
+    why: str
+    final: bool = True  # whether mathematics or XLA forbid it; else nobody has built it
+
+
+WIDE = {"devices": [D[:2], D[2]], "shardings": {"a": PartitionSpec(None, "model")}}
+PAIRS = {
+    "`delay=1` with a bank": Refusal(
+        lambda: with_bank(delay=1),
+        "the set of a task is of one step",
+        "The step before may be of another task, so a set has no parameters before the last step; those of Theta could be late.",
+        final=False,
+    ),
+    '`delay=1` with `host="params"`': Refusal(
+        lambda: make(delay=1, host="params"),
+        "parameters of two ages",
+        "Steps that flow into one another need the parameters of both on the device; a stage that visits makes room for the next.",
+        final=False,
+    ),
+    "`delay=1` with `pipe.other`": Refusal(
+        lambda: make(delay=1).other(chain),
+        "losses that take turns",
+        "Steps of two losses that flow into one another would need the order of both schedules.",
+        final=False,
+    ),
+    "`loss_scale=` with a bank and replicas": Refusal(
+        lambda: with_bank(loss_scale=DynamicScale(), data_parallel=2),
+        "each task has its own sum of gradients",
+        "Each task has its own gradients, and whether a step is skipped is one decision for all.",
+        final=False,
+    ),
+    "`trains=` with a bank": Refusal(
+        lambda: with_bank(trains="a"),
+        "a step with a bank trains Theta",
+        "The optimizer would have to leave a part of what tasks share as it is, while it changes the set.",
+        final=False,
+    ),
+    "`pipe.other` with a bank": Refusal(
+        lambda: with_bank().other(chain),
+        "other losses train the state",
+        "Another loss would train the sets of the bank too.",
+        final=False,
+    ),
+    "`jaxpp.tune` with a bank": Refusal(
+        lambda: jaxpp.tune(of_task, CLIPPED, PARAMS, X, bank=jaxpp.Bank({"t": {"w": np.eye(8)}}, CLIPPED)),
+        "one set of parameters",
+        "What it takes to bring a set depends on which tasks follow one another.",
+        final=False,
+    ),
+    "Replicas of ranks of unequal width": Refusal(
+        lambda: make(data_parallel=2, **WIDE),
+        "a rank of one replica",
+        "Each replica sends to its like, and each rank would divide its devices otherwise.",
+        final=False,
+    ),
+    '`balance="memory"` with ranks of unequal width': Refusal(
+        lambda: make(balance="memory", **WIDE),
+        "before it is known on how many devices",
+        "What a stage holds is found before it is known on how many devices it will be.",
+        final=False,
+    ),
+    '`weight=` with `reduction="sum"`': Refusal(
+        lambda: make(weight=weight, reduction="sum"), "a sum has none", "Weights are those of a mean, and a sum has none."
+    ),
+    "`jaxpp.Microbatches` in `jaxpp.tune`": Refusal(
+        lambda: jaxpp.tune(chain, CLIPPED, PARAMS, jaxpp.Microbatches([X, X[:4]])),
+        "pipelines are compared on a batch",
+        "Candidates differ in how many microbatches they make of a batch, and these are made.",
+    ),
+}
+"""Pairs that no column or row of the matrix has, or that are refused whatever else is asked for."""
+
+
+def page() -> str:
+    """The page of the documentation that says which options go together, of what the tests of this file hold."""
+    numbers = {kind.replace("('gradients', 'parameters')", "both"): f"{number}" for number, kind in enumerate(PIPELINES, 1)}
+    lines = [
+        "# Which options go together",
+        "",
+        "Every feature below was trained on every kind of pipeline for three steps, evaluated and verified, and its loss,",
+        "gradients and parameters, the optimizer's state and all else that it returns were those of a plain optax loop on one",
+        "device, to 1e-12 in float64. Tests do so, most of them before a release, and write this page; they fail if it is wrong.",
+        "",
+        "| number | kind of pipeline |",
+        "|---|---|",
+        *(f"| {number} | {kind} |" for kind, number in numbers.items()),
+        "",
+        "A tick: it works. A cross: it is refused, with an error before any device works; why, [below](#what-is-refused).",
+        "",
+        f"| feature | {' | '.join(numbers.values())} |",
+        f"|---|{'---|' * len(numbers)}",
+    ]
+    for name in FEATURES:
+        cells = ("✗" if refused(name, options) else "✓" for options in PIPELINES.values())
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "## What is refused",
+        "",
+        "*For good*: the mathematics of a step, or XLA, forbid it. *Not yet*: nobody has built it.",
+        "",
+        '<div class="sentences refused" markdown>',
+        "",
+        "| refused | why | |",
+        "|---|---|---|",
+        *(f"| {pair} | {it.why} | {'for good' if it.final else 'not yet'} |" for pair, it in PAIRS.items()),
+        "",
+        "</div>",
+        "",
+        "[Limits](limits.md#what-is-refused-and-what-to-do-instead) says what to do instead.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def test_the_page_says_what_these_tests_hold():
+    if os.environ.get("JAXPP_WRITE_MESSAGES"):
+        PAGE.write_text(page())
+    assert PAGE.read_text() == page()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_pair_that_is_refused_is_so_before_any_device_works(pair):
+    with pytest.raises(JaxppError, match=re.escape(PAIRS[pair].said)):
+        PAIRS[pair].call()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cuts": ["c"], "balance": "time"}, "balance='time': the stages begin where cuts= says"),
+        ({"shard": "parameters"}, "shard=['parameters']: replicas divide it"),
+        ({"axes": {"pipe": "stage"}}, "axes with 'stage': it says what the axes of a mesh are"),
+        ({"axes": {"data": "batch", "model": ("tensor", "expert")}, "data_parallel": 2}, "axes with 'tensor', 'expert'"),
+        ({"host": "optimizer", "optimizer": optax.sgd(lambda step: 0.1 / (1 + step))}, 'host="optimizer": the optimizer\'s state'),
+        ({"fuse": True, "schedule": "zb-h1"}, "fuse=True: the last stage runs B right behind each F"),
+        ({"delay": 1, "remat": "offload", "num_stages": 4, "num_microbatches": 8}, "delay=1: with remat"),
+        ({"delay": 1, "schedule": "gpipe"}, "delay=1: where no rank has room"),
+        ({"delay": 1, "num_stages": 1}, "delay=1: where no rank has room"),
+        ({"delay": 1, "loss_scale": DynamicScale(), "has_state": True}, "delay=1: where gradients decide on the model state"),
+        ({"delay": 1, "loss": calling}, "delay=1: where the host is waited for"),
+    ],
+)
+def test_an_option_that_changes_nothing_is_told(options, said):
+    given = {"loss": counting} | options if "has_state" in options else options
+    params = (PARAMS, FEATURES["model state"].means) if "has_state" in options else PARAMS
+    with pytest.warns(jaxpp.OptionWarning, match=re.escape(said)):
+        make(**given).abstract_state(params, X)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"axes": {"data": "batch"}},
+        {"axes": {"model": "tensor"}, **WIDE},
+        {"host": "optimizer"},
+        {"fuse": True},
+        {"fuse": True, "schedule": "auto"},
+        {"delay": 1},
+        {"delay": 1, "remat": "offload"},  # of which nothing waits
+        {"delay": 1, "schedule": "zb-v", "num_stages": 4},
+    ],
+)
+def test_an_option_that_changes_something_is_not(options):
+    make(**options).abstract_state(PARAMS, X)
+
+
 SCHEDULES = {"1f1b": 1, "zb-v": 2, "zb-h1": 1, "looped-bfs": 2}
 """How many stages each has on a rank. They take turns."""
 
@@ -208,6 +409,8 @@ SHORT = {
     ("ties", "replicas that divide gradients"),
     ("a loop that is cut", "replicas that divide parameters"),
     ("momentum", "steps in flow"),
+    ("a loss scale", "steps in flow"),
+    ("frozen", "an optimizer in host memory in flow"),
     ("a bank", "replicas"),
     ("everything", "a mesh"),
 }
@@ -253,8 +456,8 @@ def test_every_feature_trains_on_every_pipeline_as_on_one_device(x64, name, kind
     schedule, per_rank = ("looped-bfs", 2) if ranks == 1 else (schedule, SCHEDULES[schedule])
     given = {"num_microbatches": 2} | options | it.options | {"schedule": schedule, "num_stages": ranks * per_rank}
     bank = None if it.own is None else jaxpp.Bank({"t": it.own}, it.optimizer)
-    for message in (REFUSED[pair] for pair in REFUSED if pair.split(", ")[0] == name and pair.split(", ")[1] in options):
-        with pytest.raises(ArgumentError, match=message):
+    if said := refused(name, options):
+        with pytest.raises(ArgumentError, match=said):
             jaxpp.Pipeline(it.loss, it.optimizer, bank=bank, **given)
         return
     pipe = jaxpp.Pipeline(it.loss, it.optimizer, bank=bank, **given)
@@ -278,6 +481,7 @@ def test_every_feature_trains_on_every_pipeline_as_on_one_device(x64, name, kind
         compare("norms", [norm for *_, norm in losses], [norm for *_, norm in expected])
     if "delay" in options:
         compare("previous", state.previous, before, floor=GRAD_FLOOR)
+        assert isinstance(state.previous_scale, jax.Array) == ("loss_scale" in it.options)
     if means is not None:
         compare("model state", state.model_state, means)
     elif "has_aux" in it.options:

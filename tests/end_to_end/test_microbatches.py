@@ -11,7 +11,7 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 
 import jaxpp
-from jaxpp.errors import BatchError, ScheduleError
+from jaxpp.errors import BatchError, OutputError, ScheduleError
 from jaxpp.observe import to_json
 from jaxpp.stages.program import Role
 from jaxpp.verify import compare, oracle
@@ -382,21 +382,35 @@ def test_what_are_no_microbatches_is_refused(name):
     messages.check("microbatches", REFUSED, name, lambda: jaxpp.Microbatches(*REFUSED[name]))
 
 
-def test_functions_and_the_search_take_one_batch():
-    pipe = pipeline()
-    given = microbatches(4, 6)
-    state = pipe.init(init_fn(jax.random.key(0)), given)
+def test_the_search_takes_one_batch():
+    given, params = microbatches(4, 6), init_fn(jax.random.key(0))
+    with pytest.raises(BatchError, match="compared on a batch that each of them can split"):
+        jaxpp.tune(loss_fn, optax.sgd(0.1), params, given, num_microbatches=[2])
 
-    def logits(params, batch):
-        return params["table"][batch["tokens"]]
 
-    for call in (
-        lambda: pipe.apply(state, given, logits),
-        lambda: next(iter(pipe.stream(state, [given], logits))),
-        lambda: jaxpp.tune(loss_fn, optax.sgd(0.1), state.params, given, num_microbatches=[2]),
-    ):
-        with pytest.raises(BatchError, match="only a step of a loss takes microbatches of your own"):
-            call()
+def with_rows(params, x):
+    rows = jnp.tanh(x @ params["a"]) @ params["b"]
+    return jnp.mean(rows**2), {"rows": rows, "mean": x.mean(), "sums": rows.sum(-1)}
+
+
+@pytest.mark.parametrize("options", [{}, {"data_parallel": 2}, {"data_parallel": 2, "shard": "parameters", "host": "params"}])
+@pytest.mark.parametrize("weights", [None, (1, 3, 2)])
+def test_functions_run_on_microbatches_and_rows_are_joined_in_their_order_whatever_the_replicas(options, weights):
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=(4, 4)).astype("f") for name in "ab"}
+    parts = [rng.normal(size=(rows, 4)).astype("f") for rows in (8, 2, 6)]
+    given, shares = jaxpp.Microbatches(parts, weights), np.float32(weights or [8, 2, 6]) / (6 if weights else 16)
+    pipe = jaxpp.Pipeline(with_rows, optax.sgd(0.1), num_stages=2, num_microbatches=2, has_aux=True, **options)
+    state, fn = pipe.init(params, parts[0]), lambda params, x: with_rows(params, x)[1]
+    each = [with_rows(params, part)[1] for part in parts]
+    joined = {name: np.concatenate([one[name] for one in each]) for name in ("rows", "sums")}
+    wanted = joined | {"mean": sum(share * one["mean"] for share, one in zip(shares, each, strict=True))}
+    outputs = [pipe.apply(state, given, fn), *pipe.stream(state, [given, given], fn), pipe.evaluate(state, given).aux]
+    assert pipe.verify(state, given)
+    for found in (*outputs, pipe.step(state, given)[1].aux):
+        compare("outputs", found, wanted)
+    with pytest.raises(OutputError, match=r"f32\[\d,4\] and f32\[\d,2\]"):
+        pipe.apply(pipe.state, jaxpp.Microbatches([parts[0], parts[0][:, :2]]), lambda params, x: 2 * x + params["a"][0, 0])
 
 
 def random_list(rng, buckets, most):

@@ -1,6 +1,7 @@
 """Several losses train one state in turn: each step changes what its pipeline trains, where it lives, and nothing else."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -219,7 +220,13 @@ def test_one_optimizer_state_for_trained_and_untrained_parameters_is_refused():
     message = r"state\.opt_state\[0\]\.count belongs to generator/0/b, which is trained, and to critic/0/b, which is not"
     with pytest.raises(OptimizerError, match=message) as caught:
         pair(optax.adam(1e-2))["generator"].init(PARAMS, BATCH)
-    assert "Fix: give the parameters of each step an optimizer: optax.multi_transform" in str(caught.value)
+    assert "Fix: give the others an optimizer that holds nothing: optax.multi_transform" in str(caught.value)
+    label = eval(re.search(r"with label = (.*, params\)); or", str(caught.value))[1], {"jax": jax})  # noqa: S307
+    optimizer = optax.multi_transform({"trained": optax.adam(1e-2), "frozen": optax.set_to_zero()}, label)
+    pipe = pair(optimizer, stages=2)["generator"]
+    state, _ = pipe.step(pipe.init(PARAMS, BATCH), BATCH)
+    same = jax.tree.map(lambda old, new: np.array_equal(old, jax.device_get(new)), PARAMS, state.params)
+    assert all(jax.tree.leaves(same["critic"])) and not any(jax.tree.leaves(same["generator"]))
 
 
 @pytest.mark.parametrize(

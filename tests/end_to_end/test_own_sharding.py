@@ -340,6 +340,30 @@ def relus(x):
     return nn.relu6(2 * nn.relu6(2 * nn.relu(x)))
 
 
+@pytest.mark.long
+def test_a_function_that_asks_for_names_where_xla_has_none_is_refused():
+    @custom_partitioning
+    def by_names(x):
+        return x * 1.0
+
+    by_names.def_partition(
+        partition=lambda mesh, args, result: (
+            mesh,
+            lambda x: x * 1.0,
+            result.sharding,
+            (NamedSharding(mesh, args[0].sharding.spec),),
+        ),
+        infer_sharding_from_operands=lambda mesh, args, result: args[0].sharding,
+        sharding_rule="i j -> i j",
+    )
+    between = jax.custom_vjp(by_names)
+    between.defvjp(lambda x: (by_names(x), None), lambda _, g: (g,))
+    loss_fn = chain(lambda x: x + 0 * between(x.astype("float32")))
+    pipeline(loss_fn, **ON | {"mesh": mesh_of(2, 1, 2)}).forecast(PARAMS, BATCH)
+    with pytest.raises(jaxpp.errors.ArgumentError, match="attention by cuDNN"):
+        pipeline(loss_fn, **ON).forecast(PARAMS, BATCH)
+
+
 @pytest.mark.parametrize("names", [pytest.param(None, marks=LONG), {"model"}])
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 2, 1)])
 def test_functions_with_rules_of_their_own_and_collectives_work_in_a_map(sizes, names):

@@ -179,7 +179,8 @@ def test_a_forward_holds_parameters_in_parts_and_one_replica_has_nothing_to_divi
     assert bytes_of(params)[1] * 2 == bytes_of(params)[0]
     compare("outputs", forward.apply(params, X), jnp.tanh(X @ wide(X)["w1"]) @ wide(X)["w2"])
     pipe = pipeline(data_parallel=1, shard="parameters")
-    state = pipe.init(wide(X), X)
+    with pytest.warns(jaxpp.OptionWarning, match="one replica"):
+        state = pipe.init(wide(X), X)
     pipe.verify(state, X)
 
 

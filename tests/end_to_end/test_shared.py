@@ -24,7 +24,7 @@ def loss_fn(params, batch):
 
 
 def pipeline(loss=loss_fn, **options):
-    given = {"num_stages": 3, "num_microbatches": 4, "shared": SHARED} | options
+    given = {"num_stages": 3, "num_microbatches": 4, "broadcast": SHARED} | options
     return jaxpp.Pipeline(loss, optax.sgd(0.1), **given)
 
 
@@ -39,7 +39,7 @@ def test_numbers_and_shared_leaves_go_to_every_microbatch_and_new_values_compile
     losses, compiled = [], []
     for beta in (0.5, 0.25, -1.5):
         batch = {**BATCH, "beta": beta, "graph": {**GRAPH, "scale": np.float32(beta)}}
-        want = oracle(loss_fn, PARAMS, batch, None, 4, shared=SHARED)[0]
+        want = oracle(loss_fn, PARAMS, batch, None, 4, broadcast=SHARED)[0]
         losses.append(pipe.evaluate(state, batch).loss)
         compare("loss", losses[-1], want)
         compare("loss", pipe.step(state, batch, donate=False)[1].loss, want)
@@ -91,7 +91,7 @@ def test_replicas_all_get_the_whole_of_a_shared_leaf(weight):
     state = pipe.init(PARAMS, BATCH)
     pipe.verify(state, BATCH)
     batch = {**BATCH, "beta": 0.75}
-    want = oracle(loss_fn, PARAMS, batch, None, 2, weight=weight, shared=SHARED, num_replicas=2)[0]
+    want = oracle(loss_fn, PARAMS, batch, None, 2, weight=weight, broadcast=SHARED, num_replicas=2)[0]
     compare("loss", pipe.evaluate(state, batch).loss, want)
 
 
@@ -100,11 +100,11 @@ def test_value_and_grad_weights_rows_of_aux_and_stages_by_hand_take_shared_leave
     def with_rows(params, batch):
         return loss_fn(params, batch), {"rows": batch["x"] @ params["a"], "edges": batch["graph"]["edges"]}
 
-    options = {"num_stages": 2, "num_microbatches": 3, "shared": "graph", "has_aux": True}
+    options = {"num_stages": 2, "num_microbatches": 3, "broadcast": "graph", "has_aux": True}
     weight = lambda batch: batch["x"].shape[0] * batch["beta"]  # noqa: E731
     grad_fn = jaxpp.value_and_grad(with_rows, weight=weight, **options)
     (loss, aux), grads = grad_fn(PARAMS, BATCH)
-    want = oracle(loss_fn, PARAMS, BATCH, None, 3, shared=("graph",), weight=weight)
+    want = oracle(loss_fn, PARAMS, BATCH, None, 3, broadcast=("graph",), weight=weight)
     compare("loss, grads", (loss, grads), (want[0], want[2]))
     np.testing.assert_allclose(aux["rows"], BATCH["x"] @ PARAMS["a"], rtol=1e-5)
     assert aux["edges"].shape == (5, 4)
@@ -122,18 +122,18 @@ def test_from_stages_shares_the_inputs_and_targets_named():
         return jnp.tanh(x["x"] @ w + x["bias"].sum(0))
 
     pipe = jaxpp.Pipeline.from_stages(
-        [first, lambda w, x: x @ w], loss=lambda x, y: jnp.mean((x - y) ** 2), optimizer=optax.sgd(0.1), shared="0/bias"
+        [first, lambda w, x: x @ w], loss=lambda x, y: jnp.mean((x - y) ** 2), optimizer=optax.sgd(0.1), broadcast="0/bias"
     )
     batch = ({"x": BATCH["x"], "bias": GRAPH["edges"]}, 0.5)
     pipe.verify(pipe.init((PARAMS["a"], PARAMS["b"]), batch), batch)
 
 
 REFUSED = {
-    "an unknown name": ({"shared": ("grph/*", "graph/edge")}, BATCH),
-    "everything shared": ({"shared": ("x", "graph")}, BATCH),
-    "nested lists": ({"shared": ()}, [[0.5] * 30] * 30),
-    "a flat batch of graphs": ({"shared": ()}, {"nodes": np.ones((9, 4)), "edges": np.ones((20, 4)), "n": np.ones(3)}),
-    "text": ({"shared": ()}, {"x": np.ones((8, 4)), "name": "cat"}),
+    "an unknown name": ({"broadcast": ("grph/*", "graph/edge")}, BATCH),
+    "everything shared": ({"broadcast": ("x", "graph")}, BATCH),
+    "nested lists": ({"broadcast": ()}, [[0.5] * 30] * 30),
+    "a flat batch of graphs": ({"broadcast": ()}, {"nodes": np.ones((9, 4)), "edges": np.ones((20, 4)), "n": np.ones(3)}),
+    "text": ({"broadcast": ()}, {"x": np.ones((8, 4)), "name": "cat"}),
 }
 
 
@@ -146,4 +146,4 @@ def test_what_cannot_be_shared_is_refused(name):
 def test_names_of_shared_leaves_are_texts():
     for shared in (3, ("x", 3)):
         with pytest.raises(ArgumentError, match="batch leaves for all microbatches are named by their paths"):
-            pipeline(shared=shared)
+            pipeline(broadcast=shared)

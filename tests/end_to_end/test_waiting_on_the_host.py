@@ -17,11 +17,11 @@ import pytest
 
 import jaxpp
 from jaxpp.engine import engine as engine_room
-from jaxpp.observe.memory.ledger import live_bytes
+from jaxpp.lowering.builder import Builder, MemoryCopy, Name
+from jaxpp.lowering.passes.visits import early
+from jaxpp.observe.memory.ledger import live_bytes, sample_step
 from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.observe.profile.spans import isolated_spans
-from jaxpp.plan.builder import Builder, MemoryCopy, Name
-from jaxpp.plan.passes.visits import early
 from jaxpp.runtime.execute import execute
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.program import Ref, Role
@@ -32,6 +32,7 @@ HOST = "pinned_host"
 WIDTH = 16
 BATCH = jnp.asarray(np.random.default_rng(1).normal(size=(16, WIDTH)), jnp.float32)
 KEY = jax.random.key(3)
+SHARDS = ("optimizer", "gradients", "parameters", ("gradients", "parameters"))
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 
 
@@ -116,6 +117,7 @@ MANY = {
         "optimizer": optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(1e-2)}, {"tied": "a", "layers": "b"}),
         "trains": "tied",
     },
+    **{f"replicas that divide {shard}": {"data_parallel": 2, "shard": shard} for shard in SHARDS},
 }
 
 
@@ -174,10 +176,10 @@ def loss_of_list(params, x):
     return jnp.mean(x**2)
 
 
-def budget_of(host, depth=32, width=64, remat="recompute"):
+def budget_of(host, depth=32, width=64, remat="recompute", **more):
     order = schedule("looped-bfs", ranks=1, per_rank=depth, microbatches=2)
     options = {"loss": loss_of_list, "order": order, "microbatches": 2, "devices": jax.devices()[:1], "remat": remat}
-    pipe = pipeline(host, **options)
+    pipe = pipeline(host, **options | more)
     x = jnp.ones((4, width), jnp.float32)
     state = pipe.init(lambda key: list(jax.random.normal(key, (depth, width, width)) / 8), jax.random.key(0), x)
     return pipe, state, x
@@ -205,10 +207,11 @@ def test_a_state_of_eight_times_the_devices_memory_trains_and_every_moment_is_as
     assert pipe.forecast(state.params, x).hosted[device] >= size
 
 
-def on_the_host():
-    """Bytes of all arrays in host memory."""
-    arrays = (each for each in jax.live_arrays() if not each.is_deleted() and each.sharding.memory_kind == HOST)
-    return sum(each.nbytes for each in arrays)
+def on_the_host(device=jax.devices()[0]):  # noqa: B008  (there is one, whenever it is asked for)
+    """Bytes of all arrays in the host memory beside a device, each buffer once."""
+    arrays = [each for each in jax.live_arrays() if not each.is_deleted() and each.sharding.memory_kind == HOST]
+    shards = [shard.data for each in arrays for shard in each.addressable_shards if shard.device == device]
+    return sum({data.unsafe_buffer_pointer(): data.nbytes for data in shards}.values())
 
 
 @pytest.mark.parametrize("host", ["params", pytest.param("optimizer", marks=pytest.mark.long)])
@@ -221,6 +224,28 @@ def test_the_host_holds_the_state_once_and_the_new_values_of_a_stage(host):
     assert size < max(most) <= size + size // depth + 1024
     assert abs(foreseen - max(most)) <= 1024
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(held(state)[host == "optimizer"]) if leaf.size > 1)
+
+
+@pytest.mark.parametrize(
+    "shard", ["parameters", *(pytest.param(each, marks=pytest.mark.long) for each in (None, *SHARDS[:2], SHARDS[3]))]
+)
+def test_replicas_that_divide_what_waits_hold_parts_of_it_at_every_moment_as_forecast(shard):
+    """Parameters that are held in parts come in parts and are gathered in each visit: they never wait whole."""
+    replicas = {"data_parallel": 2, "devices": jax.devices()[:2], "shard": shard}
+    pipe, state, x = budget_of("params", depth=8, **replicas)
+    forecast, whole = pipe.forecast(state.params, x), state.params[0].nbytes
+    divides = {"optimizer" if shard else None, *([shard] if isinstance(shard, str) else shard or [])}
+    state_of_stage = (whole // 2 if "parameters" in divides else whole) + 2 * (whole // 2 if "optimizer" in divides else whole)
+    ledger, _ = sample_step(pipe.engine, pipe.engine.copy(pipe.engine.leaves(state)), x, None)
+    for sample in ledger.samples:
+        assert sample.kinds == tuple(ledger.liveness.levels[sample.device][sample.moment])
+    for place, sample in ledger.peaks.items():
+        assert forecast.peaks[place] == pytest.approx(sum(sample.kinds) + sample.temporaries, rel=0.01)
+        assert forecast.hosted[place] == pytest.approx(9 * state_of_stage, rel=0.01), "the state, and the new values of a stage"
+    gc.collect()
+    outside, most = on_the_host(), []
+    pipe.engine.run("update", pipe.engine.leaves(state), x, None, observer=lambda *_: most.append(on_the_host() - outside))
+    assert max(most) == pytest.approx(state_of_stage, rel=0.01)
 
 
 def test_a_step_that_fails_before_its_first_update_leaves_the_state_and_one_that_fails_later_says_so(monkeypatch):
@@ -361,6 +386,32 @@ def test_a_step_consumes_what_waits_unless_it_is_told_not_to():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(later.held))
 
 
+def of_task(params, own, x):
+    return loss_of_list([*params, own["w"]], x)
+
+
+def banked(host, params, x, **options):
+    bank = jaxpp.Bank({name: {"w": scale * jnp.eye(WIDTH)} for name, scale in (("a", 1), ("b", 2))}, optax.adam(1e-2))
+    pipe = pipeline(host, of_task, order=schedule("looped-bfs", per_rank=2), bank=bank, **options)
+    return bank, pipe, pipe.init(params, x)
+
+
+def test_what_tasks_share_waits_while_a_bank_brings_their_sets():
+    params, results = [jnp.eye(WIDTH) + k / 100 for k in range(6)], {}
+    for host in (None, "params", "optimizer"):
+        bank, pipe, state = banked(host, params, BATCH)
+        for task in "abba":
+            state, metrics = pipe.step(state, BATCH, task=task)
+        assert kinds(held(state)[1]) == ({HOST} if host else {"device"})
+        sets = [(bank.params(task), bank.opt_state(task)) for task in "ab"]
+        results[host] = jax.device_get((state, metrics.loss, metrics.grad_norm, sets))
+    same(results["params"], results[None])
+    same(results["optimizer"], results[None])
+    room = max(pipe.forecast(params, BATCH).peaks.values()) + 64
+    _, fitted, _ = banked(None, params, BATCH, hbm=room)
+    assert fitted.engine.options.host == "optimizer", "the state is what can wait"
+
+
 def test_keys_in_the_optimizers_state_stay_on_devices():
     def init(params):
         return {"keys": jax.random.split(jax.random.key(1), 4), "sum": jax.tree.map(jnp.zeros_like, params)}
@@ -436,9 +487,12 @@ def test_random_models_have_the_bits_of_those_whose_state_is_on_devices(seed):
     optimizer = [optax.adam(1e-2), CLIPPED, optax.sgd(0.1, momentum=0.9), optax.lion(1e-3)][rng.integers(4)]
     remat = [None, "least", "recompute", "offload"][rng.integers(4)]
     options = {"remat": remat, "devices": jax.devices()[: int(rng.integers(1, 3))], "order": order, "microbatches": 2}
+    host, shard = str(rng.choice(["optimizer", "params"])), [None, None, *SHARDS][rng.integers(6)]
+    if shard is not None:
+        options |= {"data_parallel": 2, "shard": shard, "devices": jax.devices()[: 2 * len(options["devices"])]}
     results = []
-    for host in (None, str(rng.choice(["optimizer", "params"]))):
-        pipe = pipeline(host, model.loss_fn, optimizer, **options)
+    for each in (None, host):
+        pipe = pipeline(each, model.loss_fn, optimizer, **options)
         state = pipe.init(model.params, model.batch)
         for _ in range(2):
             state, metrics = pipe.step(state, model.batch, model.key)

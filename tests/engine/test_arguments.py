@@ -62,6 +62,9 @@ COUNTS = {
 }
 CASES = {
     "shardings without a mesh": lambda: pipeline(shardings={"w1": "column"}),
+    "rules for shard": lambda: pipeline(shard={"w1": "column"}, data_parallel=2),
+    "what replicas divide for shardings": lambda: pipeline(shardings="optimizer", data_parallel=2),
+    "residuals that wait on the host": lambda: pipeline(host="residuals"),
     "shardings with replicas only": lambda: pipeline(shardings={"w1": "column"}, data_parallel=2),
     "shardings on a mesh without a model axis": lambda: pipeline(
         shardings={"w1": "column"}, mesh=jax.make_mesh((2, 2), ("pipe", "data"))
@@ -219,7 +222,7 @@ def test_what_is_no_key_is_refused_wherever_a_key_is_taken(keyed, kind):
         with pytest.raises(ArgumentError) as error:
             call()
         text = str(error.value)
-        assert text.startswith("key: a key is ") and f"  Got: {got}.\n  Fix: pass jax.random.key(seed)." in text, name
+        assert text.startswith("key: a key is ") and f"  Got: {got}.\n  Fix: pass jax.random.key(seed)" in text, name
 
 
 def test_a_raw_key_and_its_shape_are_keys(keyed):

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 
 import jaxpp
 from jaxpp.errors import ArgumentError, ParamsError
@@ -92,6 +93,11 @@ ORDERS = {
     "init, a number, batch": (init_fn, 0, BATCH),
     "init, nothing, batch": (init_fn, None, BATCH),
     "params": (PARAMS,),
+    "params, inputs, labels": (PARAMS, BATCH["x"], BATCH["y"]),
+    "init, key, inputs, labels": (init_fn, KEY, BATCH["x"], BATCH["y"]),
+    "a state of Flax's, batch": (TrainState.create(apply_fn=loss_fn, params=PARAMS, tx=optax.sgd(0.1)), BATCH),
+    "a model, key, batch": (nn.Sequential([nn.Dense(2)]), KEY, BATCH),
+    "a class of models, key, batch": (nn.Dense, KEY, BATCH),
 }
 
 
@@ -419,9 +425,38 @@ def test_an_init_function_that_does_not_say_what_it_takes_has_the_line_in_a_note
     )
     assert note in error.value.__notes__
 
+    with pytest.raises(TypeError, match="required positional argument: 'inputs'") as error:
+        pipeline(of_model).init(nn.Sequential([nn.Dense(2)]).init, KEY, BATCH)
+    assert note.replace("init_fn", "model.init") in error.value.__notes__
+
     def of_two(a, b):
         return a
 
     with pytest.raises(TypeError, match="required positional") as error:
         pipeline(of_model).init(lambda key: of_two(key), KEY, BATCH)  # noqa: PLW0108  (it takes a key, and says so)
     assert not any("takes inputs too" in note for note in error.value.__notes__)
+
+
+def test_init_says_how_many_microbatches_were_chosen_and_what_more_would_bring(capsys):
+    said = "num_microbatches=2 was chosen, as many as there are stages"
+    bubbles = [
+        jaxpp.schedule.simulate(jaxpp.schedule.make("1f1b", num_ranks=2, num_microbatches=m)).bubble_fraction for m in (2, 4, 8)
+    ]
+    idle, less, least = (f"{bubble:.0%}" for bubble in bubbles)
+    whole = f"{said}: devices idle for {idle} of a step of 1f1b whose stages take equally long; {less} with 4, {least} with 8"
+    pipe = pipeline(num_microbatches=None)
+    pipe.init(PARAMS, BATCH)
+    assert (
+        capsys.readouterr().out == f"jaxpp: {whole}\n"
+        and pipe.stages.remarks == (whole,)
+        and whole in " ".join(str(pipe.stages).split())
+    )
+    pipe.init(PARAMS, BATCH)
+    assert capsys.readouterr().out == ""  # once a pipeline
+    for options, remarks in (
+        ({"schedule": "naive"}, (said,)),  # more microbatches leave it as idle as it is
+        ({"num_stages": 1}, ()),
+        ({"num_microbatches": 4}, ()),
+    ):
+        assert Options.of(loss_fn, **({"num_stages": 2} | options)).remarks == remarks
+    assert Options.of(loss_fn, num_stages=2, schedule="auto").remarks[0].startswith(said)

@@ -50,7 +50,7 @@ def test_every_way_into_a_state_gives_the_users_trees(sliced):
         assert shapes(found.opt_state[0].mu) == shapes(found.opt_state[0].nu) == wanted
     assert (state.model_state, state.loss_scale, state.step) == ((), (), 1)
     names = [field.name for field in dataclasses.fields(state)]
-    assert names == ["params", "opt_state", "model_state", "loss_scale", "step", "previous"]
+    assert names == ["params", "opt_state", "model_state", "loss_scale", "step", "previous_scale", "previous"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         state.params = {}
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
@@ -77,9 +77,8 @@ def test_a_state_with_one_part_replaced_holds_the_others_as_they_are(sliced):
     ):
         again, _ = pipe.step(other, X, donate=False)
         chex.assert_trees_all_equal(new, again)
-    with pytest.raises(
-        TypeError, match="a State has the parts params, opt_state, model_state, loss_scale, step, previous, not param"
-    ):
+    parts = "params, opt_state, model_state, loss_scale, step, previous_scale, previous"
+    with pytest.raises(TypeError, match=f"a State has the parts {parts}, not param"):
         state._replace(param=1)
 
 

@@ -36,6 +36,8 @@ CASES = {
     "a rule of sampling": lambda: jaxpp.Sampling(temprature=0.5),
     "offloading": lambda: jaxpp.Offload(except_lst=2),
     "a schedule": lambda: jaxpp.schedule.make("1f1b", ranks=2),
+    "its older name": lambda: pipeline(num_stages=2, shared="graph"),
+    "names of other libraries": lambda: pipeline(num_stages=2, chunks=8, fsdp=True),
     "nothing near": lambda: jaxpp.Forward(loss_fn, num_stages=2, xyz=1),
 }
 

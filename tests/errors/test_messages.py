@@ -1,9 +1,11 @@
 """Bad input is refused before any device work, in the template, with where, rule, got and fix."""
 
+import dataclasses
 import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -41,6 +43,33 @@ def ordered(params, batch):
     return loss_fn(params, batch)
 
 
+def of_two(params, x, y):
+    return loss_fn(params, {"x": x, "y": y})
+
+
+def of_three(params, x, y, rng):
+    return of_two(params, x, y)
+
+
+class Loader:
+    """Batches that can be read again and again."""
+
+    def __iter__(self):
+        return iter([BATCH])
+
+
+def as_haiku_calls_it(params, rng, batch):
+    return loss_fn(params, batch)
+
+
+@dataclasses.dataclass
+class Pair:
+    """A batch that JAX takes for a leaf."""
+
+    x: jax.Array
+    y: jax.Array
+
+
 CASES = {
     "one giant equation": lambda: grad(giant),
     "ordered effects": lambda: grad(ordered),
@@ -60,12 +89,22 @@ CASES = {
     "a loss without parameters": lambda: grad(lambda p, b: jnp.mean(b["x"])),
     "an unknown schedule": lambda: grad(schedule="1f2b"),
     "an unknown cut": lambda: grad(cuts=["bb"]),
+    "unknown cuts": lambda: grad(num_stages=4, cuts=["bb", "dense", "aa"]),
     "cuts out of order": lambda: grad(num_stages=3, cuts=["b", "a"]),
     "too few cuts": lambda: grad(num_stages=3, cuts=["b"]),
     "integer parameters": lambda: grad(params=PARAMS | {"n": {"k": jnp.arange(3)}}),
     "a python number in params": lambda: grad(params=PARAMS | {"s": 2.0}),
     "no loss": lambda: grad(lambda p, b: None),
     "an integer for a key": lambda: jaxpp.value_and_grad(loss_fn, num_stages=2)(PARAMS, BATCH, 0),
+    "labels in the place of the key": lambda: jaxpp.value_and_grad(of_two, num_stages=2)(PARAMS, BATCH["x"], BATCH["y"]),
+    "inputs and labels and a key": lambda: grad(of_three),
+    "more arguments than a batch and a key": lambda: grad(lambda params, batch, key, scale: loss_fn(params, batch) * scale),
+    "labels for a loss without a key": lambda: jaxpp.value_and_grad(loss_fn, num_stages=2)(PARAMS, BATCH["x"], BATCH["y"]),
+    "a loader of batches": lambda: grad(batch=Loader()),
+    "a key before the batch": lambda: grad(as_haiku_calls_it),
+    "a plain dataclass for a batch": lambda: grad(batch=Pair(**BATCH)),
+    "an iterator of batches": lambda: grad(batch=iter([BATCH])),
+    "a batch of examples of several sizes": lambda: grad(batch=[{"x": np.ones(4), "y": np.ones(2)}] * 6),
     "no parameters": lambda: grad(params={}),
     "a schedule of other sizes": lambda: grad(schedule=jaxpp.schedule.make("gpipe", num_ranks=3, num_microbatches=2)),
     "no devices": lambda: grad(devices=[]),
@@ -104,6 +143,26 @@ def test_an_exception_of_the_loss_comes_out_unchanged_with_a_note():
         grad(lambda p, b: b["z"])
     note = "jaxpp: raised while tracing the loss for one microbatch, batch leaves f32[3,4], f32[3,2]"
     assert note in error.value.__notes__
+
+
+def test_a_loss_of_inputs_and_labels_that_fails_on_its_key_is_told_to_take_both_in_one_batch():
+    note = "jaxpp: the third argument, y, is the key, and the one before it, x, is the whole batch; put x and y into one batch: "
+    note += "write def of_two(params, batch) with x, y = batch as its first line, and pass (x, y) as the batch"
+    for batch in (BATCH, BATCH["x"]):
+        with pytest.raises((TypeError, IndexError)) as error:
+            jaxpp.Pipeline(of_two, optax.sgd(0.1), num_stages=2).init(PARAMS, batch)
+        assert error.value.__notes__[-1] == note
+
+
+def test_a_list_of_examples_is_told_to_be_stacked_in_a_note_that_is_no_list_itself():
+    examples = [(np.ones(4, "f"), np.float32(1))] * 30
+    with pytest.raises(TypeError, match="indices") as error:
+        grad(batch=examples)
+    *_, shapes, note = error.value.__notes__
+    assert shapes.endswith("batch leaves f32[2], f32[], f32[2], f32[], f32[2], f32[], f32[2], f32[], ...")
+    stack = "stack them: jax.tree.map(lambda *rows: np.stack(rows), *batch)"
+    assert note == f"jaxpp: if each of the 30 items of the list is an example, {stack}"
+    assert jax.tree.map(lambda *rows: np.stack(rows), *examples)[0].shape == (30, 4)
 
 
 @pytest.mark.parametrize("args", [(), (BATCH, BATCH), (jax.random.key(0), BATCH, 1)])

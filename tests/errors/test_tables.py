@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpp.schedule import make, simulate
-from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines
+from jaxpp.tables import fold_lines, html_remarks, html_table, table_lines, whole_rows
 
 CELLS = st.text("abc<>&", min_size=1, max_size=9)
 TABLES = st.integers(1, 8).flatmap(lambda n: st.lists(st.lists(CELLS, min_size=n, max_size=n), min_size=1, max_size=5))
@@ -29,6 +29,18 @@ def test_a_folded_table_fits_has_every_cell_and_each_part_says_what_the_rows_are
         assert [cell for cells in named for cell in cells[keep:]] == row[keep:]
     least = sum(widths[:keep]) + 2 * keep + max(widths[keep:])
     assert max(map(len, lines)) <= max(width, least)
+
+
+@given(TABLES, st.integers(20, 60))
+def test_rows_that_stay_whole_have_every_cell_in_their_own_lines_and_names_beside_those_below(rows, width):
+    rows = [[f"#{k}", *(cell.replace("&", "").strip() or "x" for cell in row)] for k, row in enumerate(rows)]
+    lines = whole_rows(rows, width=width)
+    parts = " ".join(lines).split("#")[1:]
+    assert len(parts) == len(rows)
+    beside = len(lines[0].split())
+    for part, row in zip(parts[1:], rows[1:], strict=True):
+        named = [word for pair in zip(rows[0][beside:], row[beside:], strict=True) for word in pair]
+        assert part.replace(";", " ").split() == [row[0][1:], *row[1:beside], *named]
 
 
 def test_a_table_that_fits_is_one_table(monkeypatch):

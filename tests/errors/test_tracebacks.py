@@ -6,6 +6,7 @@ import pathlib
 import traceback
 import weakref
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -243,3 +244,15 @@ def test_a_public_function_says_what_it_is():
     assert inspect.signature(jaxpp.Pipeline.step) == inspect.signature(inspect.unwrap(jaxpp.Pipeline.step))
     assert jaxpp.schedule.make.__doc__.startswith("Build the schedule")
     assert "num_stages" in inspect.signature(jaxpp.Pipeline).parameters
+
+
+def test_ctrl_c_in_another_library_shows_the_users_own_lines_alone():
+    def pressed(*_):
+        raise KeyboardInterrupt
+
+    model = nn.Sequential([nn.Dense(4), nn.Dense(4, kernel_init=pressed)])
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pipeline().init(lambda key: model.init(key, X), jax.random.key(0), X)
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert files == [__file__] * 3, "the call of init, the function, and where it was pressed"
+    assert caught.value.__cause__ is None

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 import types
 
 import jax
@@ -15,9 +16,10 @@ from experiments.gpu.exactness import distance
 from experiments.gpu.gaps import Gap, Span, device_lanes, gaps_between
 from experiments.gpu.host import TRACE
 from experiments.gpu.main import Config, run, table
-from experiments.gpu.parts import PARTS, TURNS, perform, run_process, saved_rows
-from experiments.gpu.rows import Row, markdown
+from experiments.gpu.parts import PARTS, TURNS, perform, run_beside, run_process, saved_rows
+from experiments.gpu.rows import Job, Row, markdown
 from experiments.gpu.send import is_direct
+from experiments.gpu.sizes import SMALL
 from experiments.gpu.trace import PERFETTO
 from jaxpp.runtime.send import Send
 
@@ -80,6 +82,40 @@ def test_a_process_that_hangs_is_stopped_and_its_end_is_told():
     assert told("import time; time.sleep(600)", 0.3).startswith("stopped after ")
     assert told("raise SystemExit(3)") == "ended with code 3"
     assert told("import os; os.abort()") == "ended with signal SIGABRT"
+
+
+def test_variables_of_a_process_beside_a_case_go_before_those_of_the_user_and_it_ends_with_the_case(tmp_path, monkeypatch):
+    def printed(*always):
+        code = "import os; print(os.environ['XLA_FLAGS'], os.getpgrp())"
+        with (tmp_path / "log").open("w") as log:
+            assert run_process([sys.executable, "-c", code], 60, log, {"XLA_FLAGS": "--extra"}, *always) == ""
+        return (tmp_path / "log").read_text().split()
+
+    monkeypatch.setenv("XLA_FLAGS", "--user")
+    flags, group = printed()
+    assert (flags, int(group) == os.getpgrp()) == ("--user", False)
+    flags, group = printed({"XLA_FLAGS": "--always"})
+    assert (flags, int(group) == os.getpgrp()) == ("--always", True)
+    begun = time.perf_counter()
+    assert run_process([sys.executable, "-c", "import time; time.sleep(600)"], 0.3, subprocess.DEVNULL, {}, {}).startswith(
+        "stopped"
+    )
+    assert time.perf_counter() - begun < 60
+
+
+@pytest.mark.long
+def test_a_process_beside_a_case_says_what_it_found_and_why_it_failed(tmp_path):
+    def beside(part, case, **variables):
+        return run_beside(Job(part, case, SMALL, tmp_path, 60), case, 60, tmp_path / "log", variables)
+
+    rows, trouble = beside("environment", "device", JAX_PLATFORMS="cpu")
+    assert trouble == ""
+    assert rows[0].numbers["platform"] == "cpu"
+    rows, trouble = beside("graphs", "gpt, flags", XLA_FLAGS="--xla_no_such_flag=1")
+    assert rows == []
+    assert trouble.startswith("ended with code 1: ")
+    assert trouble.endswith("Unknown flag in XLA_FLAGS: --xla_no_such_flag=1")
+    assert beside("graphs", "gpt, no such variant") == ([], "ended with code 1: KeyError: 'no such variant'")
 
 
 def test_what_jaxpp_imports_is_looked_for_before_anything_is_imported():
@@ -176,5 +212,13 @@ def test_every_case_runs_small(part, case, tmp_path):
         assert rows["jaxpp.observe.from_trace"].measured == "reads it"
         assert (tmp_path / TRACE).stat().st_size > 0
         assert "plane '/host:CPU'" in (tmp_path / "trace_planes.txt").read_text()
+    if part == "graphs":
+        assert rows["as it comes, bits of the copies"].measured == "the same"
+        assert rows["as it comes, bits of the copies"].numbers["loaded"] > 0
+        values = [rows[f"as it comes, {way}"].numbers["values"][0] for way in ("one program", "a copy for each call")]
+        assert values[0] == values[1] > 0
+        assert "cpu has no CUDA graphs" in rows["no graphs"].note
+    if part == "lanes":
+        assert [rows[f"{schedule}, a thread for each rank: bits"].measured for schedule in ("1f1b", "zb-h1")] == ["the same"] * 2
     if part == "trace":
         assert (tmp_path / PERFETTO).stat().st_size > 0

@@ -16,7 +16,7 @@ from experiments.gpu.pipelines import ready
 from experiments.gpu.plan import case_of, summary
 from experiments.gpu.rows import Job
 from experiments.gpu.sizes import LARGE, SMALL
-from jaxpp.observe.bound import HostWork, StepBound
+from jaxpp.observe.bound import HostWork, Prediction, StepBound
 from jaxpp.observe.evaluate import parts
 from jaxpp.schedule import make
 from jaxpp.schedule.action import Kind
@@ -135,7 +135,7 @@ def test_without_the_plug_in_a_plan_says_how_to_install_it(monkeypatch):
     jaxpp.targets._devices.cache_clear()
     message = command(monkeypatch, "--plan h100 --devices 3")
     assert "JAX needs its CUDA plug-in" in message
-    assert 'Fix: pip install "jaxpp[targets]"' in message
+    assert 'Fix: pip install -e ".[targets]" in the checkout of jaxpp' in message
 
 
 JOB = Job("speed", "mlp", SMALL, None, 60)
@@ -146,7 +146,9 @@ def bound():
     costs = StepCosts({Kind.F: (1e-3, 1e-3), Kind.B: (2e-3, 2e-3)})
     schedule = make("1f1b", num_ranks=2, num_microbatches=2)
     products = {"bfloat16": H100.peaks.bfloat16 * 9e-3}
-    return StepBound(schedule, (H100, H100), parts(schedule, costs), costs, (), products, 0.0, 2, HostWork(8, 40, 1, 1e-4, 6e-4))
+    made, host = parts(schedule, costs), HostWork(8, 40, 1, 1e-4, 6e-4)
+    likely = Prediction(2 * sum(made), sum(made), 3 * sum(made))
+    return StepBound(schedule, (H100, H100), made, costs, (), products, 0.0, 2, host, likely, costs, made, 0.5)
 
 
 def test_measured_over_bound_is_the_median_step_over_the_least_one_with_the_share_of_the_peak():

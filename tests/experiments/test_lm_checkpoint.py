@@ -410,7 +410,7 @@ def test_orbax_is_asked_for_only_with_a_folder(config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     corpus = text.read(config.text, 8)
     assert open_checkpoints(config, corpus) is None
-    with pytest.raises(ConfigError, match=r'is not installed. Fix: pip install "jaxpp\[checkpoint\]"'):
+    with pytest.raises(ConfigError, match=r'is not installed. Fix: pip install -e "\.\[checkpoint\]" in the checkout of jaxpp'):
         open_checkpoints(dataclasses.replace(config, checkpoint=tmp_path / "run"), corpus)
 
 

@@ -75,7 +75,10 @@ def test_without_matplotlib_there_is_a_message_and_no_figure(monkeypatch, tmp_pa
     monkeypatch.setattr("experiments.options.has_matplotlib", lambda: False)
     config = dataclasses.replace(TINY, pairs=("mlp-1f1b",), no_figure=False, figure=tmp_path / "memory.png")
     assert run(config).figure is None
-    assert 'no figure, as matplotlib is not installed. Fix: pip install "jaxpp[figures]"' in capsys.readouterr().err
+    assert (
+        'no figure, as matplotlib is not installed. Fix: pip install -e ".[figures]" in the checkout of jaxpp'
+        in capsys.readouterr().err
+    )
     assert not list(tmp_path.iterdir())
 
 

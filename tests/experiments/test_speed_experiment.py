@@ -5,6 +5,8 @@ No time is asserted: what a machine takes is not what a test can know.
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,12 @@ import pytest
 from PIL import Image
 
 from experiments.plain import PLAIN, plain_steps
+from experiments.speed import synchronous
 from experiments.speed.main import Config, main, run, summary
 from experiments.speed.one_thread import ideal
 from experiments.speed.problems import PROBLEMS, sizes_of
+from experiments.speed.synchronous import WAYS, Synchronous, measure_synchronous, row_of
+from experiments.speed.tables import in_text
 from jaxpp.schedule import make, simulate
 
 TINY = Config(
@@ -34,6 +39,9 @@ TINY = Config(
     thread_steps=4,
     thread_rounds=2,
     thread_microbatches=4,
+    synchronous_loops=1,
+    synchronous_rounds=2,
+    synchronous_microbatches=2,
     no_figure=True,
 )
 
@@ -88,9 +96,66 @@ def test_one_thread_wide_stages_are_compared_with_the_formula(result):
 
 
 @pytest.mark.slow
+def test_devices_that_run_what_they_are_called_for_train_the_same_parameters_in_each_way(result):
+    found = result.synchronous
+    assert (found.stages, found.microbatches) == (2, 2)
+    assert [row.schedule for row in found.rows] == ["naive", "gpipe", "1f1b", "zb-h1"]
+    for row in found.rows:
+        assert row.same_bits
+        assert set(row.seconds) == set(row.least) == {"one thread", "a thread for each rank", "asynchronous dispatch"}
+        assert row.ratio["asynchronous dispatch"] == 1
+        for way, (low, high) in row.quartiles.items():
+            assert 0 < row.least[way] <= row.seconds[way]
+            assert 0 < low <= row.ratio[way] <= high
+
+
+def test_ratios_of_ways_are_medians_over_rounds_and_other_bits_are_shown():
+    ways = list(WAYS)
+    times = {("1f1b", way): taken for way, taken in zip(ways, [[3.0, 4.0, 6.0], [2.0, 2.2, 4.0], [2.0, 2.0, 4.0]], strict=True)}
+    bits = {"sync": {"1f1b one": "a", "1f1b ranks": "a"}, "async": {"1f1b one": "a"}}
+    row = row_of("1f1b", times, bits)
+    assert (row.seconds[ways[0]], row.least[ways[0]]) == (4.0, 3.0)
+    assert (row.ratio[ways[0]], row.ratio[ways[1]], row.ratio[ways[2]]) == (1.5, 1.0, 1.0)
+    assert row.quartiles[ways[1]] == pytest.approx((1.0, 1.05))
+    assert row.same_bits
+    bits["async"]["1f1b one"] = "b"
+    other = row_of("1f1b", times, bits)
+    assert not other.same_bits
+    shown = in_text((), ("", ()), (), (), None, Synchronous(2, 16, (row, other)))
+    assert "1f1b (BITS DIFFER)" in shown
+    assert "4000 (3000)" in shown
+
+
+@pytest.mark.long
+def test_a_process_that_times_steps_and_fails_says_why(monkeypatch):
+    monkeypatch.setattr(synchronous, "SCHEDULES", ("no-such-schedule",))
+    with pytest.raises(RuntimeError, match=r"ended with status 1: (.|\n)*no-such-schedule"):
+        measure_synchronous(2, 1, 1, None)
+
+
+def test_whoever_asks_a_process_that_has_ended_is_told_so(tmp_path):
+    with (tmp_path / "log").open("w+") as log:
+        code = "import sys; sys.exit('no memory is left')"
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
+        with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+            process.wait()
+            with pytest.raises(RuntimeError, match="ended with status 1: no memory is left"):
+                synchronous.Worker(process, log).ask("bits")
+
+
+@pytest.mark.slow
 def test_the_tables_show_the_rows_as_text_and_as_markdown_and_the_figure_is_drawn(result):
     text, marked = summary(result), summary(dataclasses.replace(result, config=dataclasses.replace(TINY, markdown=True)))
-    for title in ("A step, over", "The first step", "Peak memory", "Where the host", "Host time an", "Lowering", "one thread"):
+    for title in (
+        "A step, over",
+        "The first step",
+        "Peak memory",
+        "Where the host",
+        "Host time an",
+        "Lowering",
+        "one thread wide",
+        "Devices that run",
+    ):
         assert text.count(title) == marked.count(title) == 1
     assert "| tiny | zb-v | 4 | 2 |" in marked
     assert "tiny     zb-v           4             2" in text
@@ -107,7 +172,7 @@ def test_only_the_parts_that_are_asked_for_run(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("Lowering a schedule to a plan")
     found = json.loads(path.read_text())
     assert [row["microbatches"] for row in found["lowering"]] == [3, 4]
-    assert not found["steps"] and not found["host"] and found["one_thread"] is None
+    assert not found["steps"] and not found["host"] and found["one_thread"] is None and found["synchronous"] is None
 
 
 def test_a_batch_is_rounded_up_to_equal_microbatches():

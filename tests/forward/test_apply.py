@@ -142,7 +142,7 @@ def test_shared_leaves_and_numbers_go_to_every_microbatch_and_come_back_as_they_
     def batch(size):
         return {"x": X[:size], "beta": 0.5, "graph": np.ones(7, "f")}
 
-    pipe, state = pipeline(lambda params, batch: fn(params, batch)["y"].mean(), batch=batch(8), shared="graph")
+    pipe, state = pipeline(lambda params, batch: fn(params, batch)["y"].mean(), batch=batch(8), broadcast="graph")
     for size in (14, 7, 1):  # a microbatch of 7 has as many examples as the graph has nodes
         outputs = pipe.apply(state, batch(size), fn)
         parts = [fn(PARAMS, batch(size) | {"x": part}) for part in np.array_split(X[:size], min(size, 2))]

@@ -90,7 +90,8 @@ def test_a_forecast_of_a_forward_is_what_apply_holds_to_the_byte(forward, exampl
     measured = most_live_bytes(lambda look: engine.run("forward", leaves, x, None, observer=look), devices, before)
     assert measured == {device: forecast.liveness.levels[device].sum(axis=1).max() for device in devices}
     last = forecast.stages[-1]
-    assert last.kinds[MEMORY_KINDS.index("outputs")] >= examples * 16 * 4
+    of_one_microbatch = examples // min(3, examples) * 16 * 4
+    assert last.kinds[MEMORY_KINDS.index("outputs")] >= of_one_microbatch, "while the next one's activation is there"
     assert last.kinds[MEMORY_KINDS.index("parameters")] == own[devices[-1]]
     assert "in brackets" not in str(forecast) and "outputs" in str(forecast)
 
@@ -115,7 +116,7 @@ def test_forwards_that_do_not_fit_are_run_on_smaller_batches():
     changes = {change.what: change for change in tight.changes}
     assert changes["batches of 256"].slowdown == 1 and changes["batches of 256"].peak <= 0.7 * worst
     assert max(found.forecast(shapes, jax.ShapeDtypeStruct((256, 16), jnp.float32)).peaks.values()) <= 0.7 * worst
-    text = str(found.forecast(shapes, batch, hbm=100))
+    text = str(found.forecast(shapes, batch, hbm="100B"))
     assert "nothing that was looked at fits (smaller batches, microbatches, twice the stages): use more devices" in text
 
 
@@ -141,25 +142,26 @@ def test_a_pipeline_forecasts_what_apply_holds_beside_the_optimizer():
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "num_groups", "group_size", "dtype"),
+    ("num_stages", "num_groups", "group_size", "dtype", "threads"),
     [
-        (2, 2, 1, "float32"),
-        pytest.param(2, 3, 2, "bfloat16", marks=pytest.mark.long),
-        pytest.param(4, 3, 2, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(4, 1, 3, "float32", marks=pytest.mark.slow),
+        (2, 2, 1, "float32", "one"),
+        pytest.param(2, 3, 2, "bfloat16", "one", marks=pytest.mark.long),
+        pytest.param(2, 2, 5, "float32", "ranks", marks=pytest.mark.long),
+        pytest.param(4, 3, 2, "bfloat16", "one", marks=pytest.mark.slow),
+        pytest.param(4, 1, 3, "float32", "one", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.long
-def test_a_forecast_of_a_generation_is_what_it_holds_to_a_few_tokens(num_stages, num_groups, group_size, dtype):
+def test_a_forecast_of_a_generation_is_what_it_holds_to_a_few_tokens(num_stages, num_groups, group_size, dtype, threads):
     decoder = plain(dtype=dtype, num_layers=num_stages)
-    found, params = decoder.forward(num_stages)
+    found, params = decoder.forward(num_stages, threads=threads)
     options = {"num_groups": num_groups, "group_size": group_size, "chunk": 8}
     forecast = found.generate(shapes_of(params), decoder.fn, shapes_of(decoder.carry), [], 6, **options).forecast()
     programs, liveness = len(found.engine.programs), forecast.liveness
     gc.collect()
     own = {device: sum(leaf.nbytes for leaf in jax.tree.leaves(params) if leaf.device == device) for device in liveness.devices}
     before = {device: live_bytes(device) - own[device] for device in liveness.devices}
-    prompts = prompts_of(*[9, 3, 17, 1, 2] * 2)
+    prompts = prompts_of(*[9, 3, 17, 1, 2] * 2 * (1 + (threads == "ranks")))
 
     def run(look):
         with found.generate(params, decoder.fn, decoder.carry, prompts, 6, progress=False, **options) as generation:
@@ -175,8 +177,8 @@ def test_a_forecast_of_a_generation_is_what_it_holds_to_a_few_tokens(num_stages,
     one = sum(leaf.nbytes for leaf in jax.tree.leaves(decoder.carry))
     held = sum(row.kinds[MEMORY_KINDS.index("carries")] for row in forecast.stages)
     least = num_groups * group_size + 1
-    most = least + (group_size > 1)
-    assert least * one <= held <= 1.02 * most * one, "of all places, the empty one, and the one that is prefilled beside them"
+    most = least + (group_size > 1) * (num_stages if threads == "ranks" else 1)
+    assert least * one <= held <= 1.02 * most * one, "of all places, the empty one, and those that are prefilled beside them"
     assert "of a prompt" in str(forecast) or "a group" in str(forecast)
 
 
@@ -193,7 +195,7 @@ def test_what_a_generation_cannot_be_is_refused_by_its_forecast_too():
     generation = found.generate(*given)
     with pytest.raises(ArgumentError, match="Fix: pass for example"):
         generation.forecast(hbm="much")
-    assert "nothing that was looked at fits (fewer groups;" in str(generation.forecast(hbm=1000))
+    assert "nothing that was looked at fits (fewer groups;" in str(generation.forecast(hbm="1000B"))
     worst, some = (max(found.generate(*given, num_groups=k).forecast().peaks.values()) for k in (6, 3))
     (change,) = found.generate(*given, num_groups=6).forecast(hbm=some + 100).changes
     assert change[:4] == ("num_groups=3", some, 1, 0) and some < worst
@@ -213,8 +215,6 @@ def test_a_generation_of_shapes_says_that_it_cannot_be_run():
         found.generate(shapes_of(params), decoder.fn, decoder.carry, [], 6).collect()
     with pytest.raises(ParamsError, match="the parameters are those of the model"):
         found.generate({"w": jax.ShapeDtypeStruct((3,), "float32")}, decoder.fn, decoder.carry, [], 6)
-    with pytest.raises(ArgumentError, match=r"Fix: call forward.generate\(shapes, fn, carry, .*\.forecast\(hbm=...\)"):
-        found.forecast_generate(decoder.fn, decoder.carry, hbm=1000)
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +258,7 @@ def test_a_profile_of_forwards_speaks_of_forwards(profiles):
         text = str(profile)
         assert "step" not in text and "optimizer" not in text and "loss" not in text and "token" not in text
         figure = profile.figure()
-        words = {text.get_text() for text in figure.findobj(Text)}
+        words = {text.get_text().split(" (")[0] for text in figure.findobj(Text)}
         assert {"F forward", "traced", "outputs", "memory of arrays"} <= words and "B backward" not in words
         assert jaxpp.observe.to_html(profile).count("<svg") == 1
         assert json.loads(jaxpp.observe.to_json(profile))["ranks"][0]["causes"].keys() == set(ForwardCauses._fields)
@@ -355,7 +355,7 @@ def test_a_profile_of_a_ring_prints_draws_and_exports_itself(ring):
     assert "30 tokens were made" in text and "step" not in text and "optimizer" not in text
     assert "fill, drain  token  imbalance" in text
     figure = profile.figure()
-    words = {text.get_text() for text in figure.findobj(Text)}
+    words = {text.get_text().split(" (")[0] for text in figure.findobj(Text)}
     assert {"traced", "group 0", "group 1", "paler: a prompt", "carries", "arrives"} <= words and "F forward" not in words
     labels = {collection.get_label() for axes in figure.axes for collection in axes.collections}
     assert {"group 0", "group 0, prompt", "group 1", "group 1, prompt"} <= labels
@@ -365,6 +365,17 @@ def test_a_profile_of_a_ring_prints_draws_and_exports_itself(ring):
     assert json.loads(jaxpp.observe.to_perfetto(profile))["traceEvents"]
     first, last = (profile.ledger.liveness.levels[profile.devices[0]][moment] for moment in (1, -2))
     assert first[MEMORY_KINDS.index("carries")] < last[MEMORY_KINDS.index("carries")], "more groups have begun"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("threads", "num_tokens"), [("one", 5), ("ranks", 1)])
+def test_a_profile_of_a_ring_may_end_with_a_prompt(threads, num_tokens):
+    decoder = plain(num_layers=2)
+    found, params = decoder.forward(2, threads=threads)
+    options = {"num_groups": 1, "group_size": 2, "chunk": 8, "progress": False}
+    generation = found.generate(params, decoder.fn, decoder.carry, prompts_of(1, 3), num_tokens, **options)
+    profile = generation.profile(num_passes=1, num_runs=1)
+    assert profile.passes[-1].is_prompt and len(profile.memory) == 2
 
 
 @pytest.mark.long

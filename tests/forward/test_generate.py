@@ -19,6 +19,7 @@ import jaxpp
 from jaxpp.errors import ArgumentError, BatchError, OutputError, StateError
 from jaxpp.forward import generate as driver
 from jaxpp.runtime import interrupts
+from jaxpp.runtime.threads import Threads
 from tests import messages
 from tests.decoders import MODELS, VOCAB, WIDTH, Made, loop, plain, prompts_of
 from tests.forward.signals import CtrlCAt
@@ -125,6 +126,39 @@ FURTHER = [(1, 2, 3), (1, 1, 1), (2, 2, 1), (4, 1, 1), (4, 8, 1), (4, 2, 3)]
 )
 def test_tokens_are_those_of_one_device(decoder, forwards, num_stages, num_groups, group_size):
     check_case(decoder, forwards, num_stages, num_groups, group_size, None)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_groups", "group_size"),
+    [(2, 3, 1), pytest.param(4, 4, 2, marks=pytest.mark.long), *(pytest.param(*case, marks=pytest.mark.long) for case in FURTHER)],
+)
+def test_a_thread_for_each_rank_makes_the_same_tokens(decoder, num_stages, num_groups, group_size):
+    made = {}
+    for threads in ("one", "ranks"):
+        forward, params = decoder.forward(num_stages, threads=threads)
+        options = {"num_groups": num_groups, "group_size": group_size, "chunk": CHUNK, "key": KEY, "sample": SAMPLES["temperature"]}
+        generation = forward.generate(params, decoder.fn, decoder.carry, PROMPTS, NUM_TOKENS, **options)
+        (ring,) = generation._rings
+        assert ring.together.at_once is (threads == "ranks" and num_stages > 1)
+        made[threads] = sorted(generation, key=lambda token: (token.prompt, token.index))
+        profile = forward.generate(params, decoder.fn, decoder.carry, SHORT, FEW, **options).profile(num_passes=12, num_runs=1)
+        assert len({(bar.action.stage, bar.action.microbatch) for bar in profile.bars}) == len(profile.bars)
+    assert made["one"] == made["ranks"]
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_pass_that_is_handed_over_alone_needs_no_threads_for_no_rank_works_beside_another(monkeypatch, num_groups):
+    counts, dispatch = [], Threads.dispatch
+
+    def counted(self, parts, hold=None):
+        counts.append(len(parts := list(parts)))
+        dispatch(self, parts, hold)
+
+    monkeypatch.setattr(Threads, "dispatch", counted)
+    forward, params = SMALL.forward(2, threads="ranks")
+    tokens = list(forward.generate(params, SMALL.fn, SMALL.carry, prompts_of(3, 1), FEW, num_groups=num_groups, chunk=CHUNK))
+    assert len(tokens) == 2 * FEW
+    assert counts == ([] if num_groups == 1 else [2] * (FEW - 1))
 
 
 @pytest.mark.long

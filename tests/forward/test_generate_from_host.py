@@ -10,8 +10,8 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import StateError
+from jaxpp.lowering.builder import MemoryCopy
 from jaxpp.observe.memory.ledger import live_bytes
-from jaxpp.plan.builder import MemoryCopy
 from jaxpp.stages.program import Role
 from tests.decoders import VOCAB, Decoder, plain, prompts_of
 

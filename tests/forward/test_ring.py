@@ -22,18 +22,19 @@ class Watched:
     """Sees every pass: what was sent in it, and the carries before and after it."""
 
     def __init__(self, monkeypatch):
-        self.sent, self.passes, self.before, self.after, self._execute = [], 0, [], [], ring.execute
-        monkeypatch.setattr(ring, "execute", self)
+        self.sent, self.passes, self.before, self.after, self._hand_over = [], 0, [], [], ring.hand_over
+        monkeypatch.setattr(ring, "hand_over", self)
 
-    def __call__(self, plan, arguments, observer=None):
+    def __call__(self, parts, observer, threads):
         def see(instruction, slots):
             if instruction.about.sends:
                 self.sent += [slots[slot] for slot in instruction.outputs]
 
+        ((run, left),) = parts
         self.passes += 1
-        results = self._execute(plan, arguments, see)
-        self.before, self.after = arguments, results
-        return results
+        self.before = [run.slots[slot] for slot in run.plan.inputs]
+        self._hand_over([(run, left)], see, threads)
+        self.after = run.results()
 
 
 @pytest.mark.parametrize("group_size", [1, 3])

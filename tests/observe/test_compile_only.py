@@ -12,6 +12,7 @@ import jaxpp
 from jaxpp.errors import ArgumentError, FitError
 from jaxpp.observe.bound import bound_of
 from jaxpp.observe.evaluate import step_seconds
+from jaxpp.observe.memory import forecast as forecasts
 from jaxpp.runtime.hlo import read_kernels
 from jaxpp.runtime.roofline import program_roofline
 from jaxpp.schedule.action import Kind
@@ -73,14 +74,64 @@ def test_the_table_has_short_names_the_room_of_the_gpu_and_bounds_within_the_wid
     assert max(map(len, text.splitlines())) <= 120
     assert "H100:0" in text
     assert "NVIDIA" not in text + repr(pipe) + str(pipe.stages)
-    assert forecast.hbm == int(0.75 * H100.memory)
+    assert forecast.hbm == int(0.98 * 0.75 * H100.memory)
     assert re.search(r"a step takes at least [\d.]+ ms on 2 x H100 \(a bound, no prediction\): ", text)
     assert "it fits: H100:" in text
 
 
+def test_more_room_than_the_gpu_has_is_refused_wherever_it_is_asked_for():
+    card = next(target for target in TARGETS if target.name == "rtx-4090")
+    for ask in (
+        lambda: pipeline("rtx-4090").forecast(SHAPES, BATCH, hbm="80GiB"),
+        lambda: pipeline("rtx-4090", hbm="80GiB").forecast(SHAPES, BATCH),
+        lambda: jaxpp.tune(loss_fn, optax.sgd(0.1), SHAPES, BATCH, devices=jaxpp.target("rtx-4090", 2), hbm="80GiB", keep=False),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            ask()
+        assert str(caught.value).splitlines() == [
+            "hbm: a step has no more room on a GPU than the GPU has memory.",
+            "  Got: 80 GiB, and RTX-4090:0 has 23.64 GiB.",
+            '  Fix: pass at most hbm="23.64 GiB"; without hbm, it is the 75% of that which JAX takes.',
+        ]
+    assert pipeline("rtx-4090").forecast(SHAPES, BATCH, hbm=card.memory).hbm == card.memory
+
+
+def test_the_room_says_what_part_of_the_gpu_it_is_and_what_alone_makes_a_step_fit(planned, monkeypatch):
+    _, forecast = planned
+    taken = "the 75% of 79.11 GiB that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise, but for 2% that fragments"
+    assert f"of 58.15 GiB, {taken}\n" in " ".join(str(forecast).split()) + "\n"
+    monkeypatch.setattr(forecasts, "_MARGINS", {})  # beside which nothing would have room on so small a GPU
+    peak = max(forecast.peaks.values())
+    small = jaxpp.GPU.like("h100", "small", memory=int(peak / 0.8))
+    monkeypatch.setattr(jaxpp.targets, "_DESCRIBED", {})
+
+    def said(**options):
+        pipe = pipeline(devices=jaxpp.target(small, 2))
+        return " ".join(str(pipe.forecast(SHAPES, BATCH, **options)).split())
+
+    assert "the room is the 75% of" in said()
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 alone makes it fit: the room is then" in said()
+    assert "FRACTION" not in said(hbm=int(0.7 * peak / 0.8))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.85")
+    assert "the 85% of" in said() and "that XLA_PYTHON_CLIENT_MEM_FRACTION says" in said()
+    small = jaxpp.GPU.like("h100", "smaller", memory=int(peak / 0.95))
+    assert "it does not fit" in said() and "alone makes it fit" not in said()
+
+
 def test_the_room_follows_the_variable_by_which_jax_takes_its_share(monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    assert pipeline().forecast(SHAPES, BATCH).hbm == H100.memory // 2
+    assert pipeline().forecast(SHAPES, BATCH).hbm == int(0.98 * 0.5 * H100.memory)
+
+
+def test_what_cuda_and_libraries_hold_is_left_out_of_the_room_by_name(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.99")
+    forecast = pipeline("rtx-4090").forecast(SHAPES, BATCH)
+    card = next(target for target in TARGETS if target.name == "rtx-4090")
+    assert forecast.hbm == int(0.98 * (card.memory - (600 << 20) - (1 << 30) - (256 << 20)))
+    said = " ".join(str(forecast).split())
+    assert "what it must leave (600 MiB for CUDA's context, 1 GiB for NCCL, 256 MiB for the workspace of libraries)" in said
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    assert "NCCL" not in str(pipeline("rtx-4090").forecast(SHAPES, BATCH)), "a tenth of the card is enough for them"
 
 
 def test_a_bound_is_the_rooflines_of_the_programs_on_the_clock_of_the_schedule(planned):
@@ -117,6 +168,27 @@ def test_the_network_is_slower_than_the_link_of_a_host_and_an_older_gpu_slower_t
     assert far.costs.transfer[0] == pytest.approx(ratio * near.costs.transfer[0])
     assert far.seconds >= near.seconds
     assert sum(old.costs.actions[Kind.F]) > sum(near.costs.actions[Kind.F])
+
+
+def test_replicas_on_other_hosts_sum_their_gradients_over_the_network():
+    def of(hosts, order):  # the gradients of four large matrices, and next to no work
+        devices = np.array(jaxpp.target("h100", 4, hosts=hosts)).reshape(2, 2)
+        mesh = jax.sharding.Mesh(devices.T if order == "replicas apart" else devices, ("pipe", "data"))
+        shapes = [jax.ShapeDtypeStruct((4096, 4096), "float32")] * 4
+        batch = {name: jax.ShapeDtypeStruct((16, 4096), "float32") for name in BATCH}
+        pipe = pipeline(num_stages=2, devices=None, mesh=mesh)
+        pipe.abstract_state(shapes, batch)
+        (row,) = (row for row in pipe.programs(shapes, batch) if row.stage == 0 and row.runs == 1 and not row.kinds and sums(row))
+        return bound_of(pipe.engine, batch, None).seconds, sum(kernel.bytes_read for kernel in sums(row))
+
+    def sums(row):
+        return [kernel for kernel in row.kernels if kernel.collective == "all-reduce"]
+
+    (near, num_bytes), (beside, _), (apart, _) = of(1, ""), of(2, "replicas on a host"), of(2, "replicas apart")
+    assert num_bytes == pytest.approx(2 * 4096**2 * 4, rel=0.01)
+    assert beside - near < 1e-4  # activations cross
+    slower = num_bytes * (1 / H100.links.network - 1 / H100.links.peer)  # of two devices each sends half of it twice
+    assert apart - near == pytest.approx(slower, rel=0.05)
 
 
 def test_stages_that_share_a_gpu_take_as_long_as_all_their_work_and_the_peak_is_that_of_one_gpu():
@@ -163,7 +235,7 @@ def test_devices_of_another_source_are_planned_without_bounds():
     forecast = jaxpp.Pipeline(loss_fn, optax.adam(1e-3), **options).forecast(SHAPES, BATCH)
     assert (forecast.hbm, forecast.bound) == (None, None)
     assert "gpu:1" in str(forecast)
-    with pytest.raises(ArgumentError, match=r"times are bounded by the numbers of the GPU"):
+    with pytest.raises(ArgumentError, match=r"times are predicted from the numbers of the GPU"):
         jaxpp.Pipeline(loss_fn, optax.adam(1e-3), balance="time", **options).forecast(SHAPES, BATCH)
     with pytest.raises(ArgumentError, match=r"candidates are compared by the numbers of the GPU"):
         jaxpp.tune(loss_fn, optax.adam(1e-3), SHAPES, BATCH, devices=devices, schedules="1f1b", num_microbatches=2, keep=False)
@@ -205,18 +277,40 @@ def test_a_mesh_replicas_forwards_and_generations_are_planned():
     assert "H100:0" in str(lm.generate(shapes, step, jax.ShapeDtypeStruct((8,), "float32"), [], 3).forecast())
 
 
-def test_tune_compares_candidates_by_their_bounds_and_runs_none():
+def test_tune_compares_candidates_by_their_predictions_and_runs_none():
     options = {"schedules": ("gpipe", "1f1b"), "num_microbatches": 4, "keep": False}
     tuning = jaxpp.tune(loss_fn, optax.adam(1e-3), SHAPES, BATCH, devices=jaxpp.target("h100", 2), **options)
-    assert tuning.bounds
+    assert tuning.planned
     assert not tuning.measured
-    assert "at least" in str(tuning)
-    assert "a bound" in tuning.why[0]
-    assert "predict" not in str(tuning)
+    assert "predicted" in str(tuning) and "at least" not in str(tuning)
+    assert re.search(
+        r"a step likely takes [\d.]+ ms \([\d.]+ ms to [\d.]+ ms\), by what kernels of their size reach", tuning.why[0]
+    )
+    assert tuning.why[0].endswith("nothing ran.")
     pipe = tuning.pipeline()
     pipe.abstract_state(SHAPES, BATCH)
     rows = {row.candidate.schedule.name: row for row in tuning.rows}
     assert rows[tuning.best["schedule"]].predicted == min(row.predicted for row in rows.values())
+
+
+def test_tune_counts_what_the_host_takes_for_kernels_as_a_forecast_says():
+    def tuned(**more):  # of products of microseconds, of which the host launches many
+        options = {"schedules": "1f1b", "num_microbatches": (2, 8), "keep": False}
+        tuning = jaxpp.tune(loss_fn, optax.adam(1e-3), SHAPES, BATCH, devices=jaxpp.target("h100", 2), **options, **more)
+        return {row.candidate.schedule.num_microbatches: row for row in tuning.rows}
+
+    def likely(num_microbatches, **more):
+        return pipeline(num_microbatches=num_microbatches, **more).forecast(SHAPES, BATCH).bound
+
+    rows = tuned()
+    for count, row in rows.items():
+        bound = likely(count)
+        assert bound.host.num_threads == 2
+        assert row.predicted >= 0.9 * bound.host.likely > bound.seconds
+        assert row.predicted < bound.seconds + 1.5 * bound.host.likely
+    assert rows[2].predicted < rows[8].predicted
+    (one,) = (row for count, row in tuned(threads="one").items() if count == 8)
+    assert one.predicted >= 0.9 * likely(8, threads="one").host.likely > rows[8].predicted
 
 
 PARAMS = [np.zeros((SIZE, SIZE), np.float32)] * 4

@@ -96,6 +96,71 @@ def test_a_loss_that_gives_no_gradient_at_all_is_said_so():
     assert "no gradient comes from the loss" in str(warned[0].message)
 
 
+def test_a_loss_of_zero_is_said_where_nothing_is_left_to_learn():
+    pipe = jaxpp.Pipeline(lambda p, x: ((x @ p["a"] @ p["b"]) ** 2).mean(), optax.sgd(0.1), num_stages=2, num_microbatches=2)
+    _, warned = train(pipe, pipe.init({"a": jnp.eye(4), "b": jnp.eye(4)}, jnp.zeros((4, 4))), jnp.zeros((4, 4)), 6)
+    (message,) = (str(each.message) for each in warned)
+    assert message.startswith("no stage learns any more") and "because the loss is 0." in message
+    assert "stop_gradient" not in message
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("bad", [3, 21])
+def test_a_loss_that_becomes_nan_is_told_once_with_the_first_step(bad, delay):
+    def loss_fn(params, batch):
+        return (jnp.tanh(batch["x"] @ params["a"]) @ params["b"]).mean() * batch["factor"]
+
+    params, x = {"a": jnp.eye(4), "b": jnp.eye(4)}, jnp.ones((4, 4))
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, delay=delay)
+    state = pipe.init(params, {"x": x, "factor": 1.0})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(1, 60):
+            state, metrics = pipe.step(state, {"x": x, "factor": np.nan if step == bad else 1.0})
+            jax.block_until_ready(metrics.loss)
+            assert step > bad or not caught
+    (warning,) = caught
+    assert warning.category is jaxpp.NanLossWarning and warning.filename == __file__
+    assert f"the loss is NaN since step {bad}," in str(warning.message) and '"jax_debug_nans", True' in str(warning.message)
+
+
+def test_a_step_with_a_nan_that_the_optimizer_skips_is_not_warned_of():
+    optimizer = optax.apply_if_finite(optax.sgd(0.1), 5)
+    pipe = jaxpp.Pipeline(lambda p, x: (jnp.tanh(x @ p["a"]) @ p["b"]).mean(), optimizer, num_stages=2, num_microbatches=2)
+    state, x = pipe.init({"a": jnp.eye(4), "b": jnp.eye(4)}, jnp.ones((4, 4))), jnp.ones((4, 4))
+    for step in range(1, 40):
+        state, metrics = pipe.step(state, x * jnp.nan if step in (3, 4, 17) else x)
+        jax.block_until_ready(metrics.loss)
+    assert jnp.isfinite(metrics.loss)
+
+
+def test_losses_wait_in_a_number_that_does_not_grow():
+    detector = Detector([0])
+    for step in range(200):
+        detector.add(step, jnp.float32(step), [jnp.float32(1)])
+        detector.look()
+        assert len(detector._losses) < 16 and not detector._unread
+
+
+def test_looking_for_a_nan_waits_for_no_step():
+    class Unready:
+        def is_ready(self):
+            return False
+
+        def is_deleted(self):
+            return False
+
+        is_fully_addressable = True
+
+        def __float__(self):
+            pytest.fail("waited for")
+
+    detector = Detector([0])
+    for step in range(40):
+        detector.add(step, Unready(), [jnp.float32(1)])
+        detector.look()
+
+
 @pytest.mark.parametrize("wrong", [[3], [-1], [0.5], 7, [True], {"1"}])
 def test_boundaries_that_are_not_there_are_refused(wrong):
     with pytest.raises(ArgumentError, match="boundary s lies between stages s and s \\+ 1"):
@@ -126,8 +191,8 @@ def test_a_warning_that_is_an_error_loses_no_state():
 
 def test_zeros_must_follow_one_another():
     detector = Detector([0, 1])
-    for value in (0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0):
-        detector.add([jnp.float32(value), jnp.float32(1)])
+    for step, value in enumerate((0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)):
+        detector.add(step, jnp.float32(1), [jnp.float32(value), jnp.float32(1)])
         detector.look()
     assert detector._zeros[0] == 2
 
@@ -143,8 +208,8 @@ def test_zeros_must_follow_one_another():
 )
 def test_the_place_that_is_named_is_between_what_is_dead_and_what_learns(zeros, words):
     detector = Detector(list(zeros))
-    for _ in range(3):
-        detector.add([jnp.float32(count == 0) for count in zeros.values()])
+    for step in range(3):
+        detector.add(step, jnp.float32(1), [jnp.float32(count == 0) for count in zeros.values()])
     with pytest.warns(jaxpp.DeadStageWarning) as warned:
         detector.look()
     assert words in str(warned[0].message)

@@ -285,7 +285,8 @@ def test_what_never_fits_is_refused_with_the_forecast_and_the_advice(costs):
     for line, host in zip(lines[3:5], ("optimizer", "params"), strict=True):
         assert re.fullmatch(rf'       host="{host}" leaves at least [\d.]+ KiB on the device that holds most\.?', line), line
     assert re.fullmatch(
-        r'  Fix: pass num_stages=4, or pass num_stages=8 in "looped-bfs" with stages_per_rank=4, host="params", remat="recompute", '
+        r'  Fix: pass num_stages=4, or pass num_stages=8, schedule=jaxpp.schedule.make\("looped-bfs", 2, \d+, stages_per_rank=4\), '
+        r'host="params", remat="recompute", '
         r"which leaves [\d.]+ KiB on the fullest device\.",
         lines[5],
     )
@@ -394,7 +395,7 @@ def test_stages_by_hand_choose_too(costs):
     assert "offload" in pipe.stages.remarks[0]
     pipe.verify(state, batch)
     assert "6 stage functions" in str(plain.forecast(jax.eval_shape(lambda: params), batch, hbm=int(0.6 * least)))
-    with pytest.raises(FitError, match=r'12 stage functions in "looped-bfs" with stages_per_rank=4, host="params"'):
+    with pytest.raises(FitError, match=r'12 stage functions, schedule=jaxpp.schedule.make\("looped-bfs", 3, '):
         by_hand(hbm=int(0.58 * least))[0].init(params, batch)
     alone, *_ = by_hand(stages=1)
     assert "2 stage functions" in str(alone.forecast(jax.eval_shape(lambda: params[:1]), batch, hbm="190KiB"))

@@ -13,10 +13,10 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError, OptimizerError
+from jaxpp.lowering.builder import CALLER, Name
 from jaxpp.observe.memory.forecast import parse_bytes
 from jaxpp.observe.memory.ledger import Ledger, homes_of, live_bytes, sample_step
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, step_liveness
-from jaxpp.plan.builder import CALLER, Name
 from jaxpp.runtime.edges import put, to_host
 from jaxpp.stages.program import Ref, Role
 from tests.models import gpt_case, mlp_case
@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_named_with_the_quickest_changes_that_would():
 def test_where_nothing_fits_the_forecast_says_so():
     pipe = jaxpp.Pipeline(lambda p, x: (jnp.tanh(x @ p["a"]) @ p["b"]).mean(), optax.sgd(0.1), num_stages=2, num_microbatches=2)
     params = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
-    assert "nothing that was looked at fits" in str(pipe.forecast(params, jnp.ones((8, 8)), hbm=100))
+    assert "nothing that was looked at fits" in str(pipe.forecast(params, jnp.ones((8, 8)), hbm="100B"))
 
 
 @pytest.mark.long
@@ -206,11 +206,11 @@ def test_a_size_that_is_none_is_refused(wrong):
     case, pipe, _ = ready("mlp gpipe")
     with pytest.raises(ArgumentError, match='Fix: pass for example "80GiB"'):
         pipe.forecast(case.params, case.batch, hbm=wrong)
-    assert (parse_bytes("80GiB"), parse_bytes(".5 mb"), parse_bytes(1e16), parse_bytes(np.float32(2))) == (
+    assert (parse_bytes("80GiB"), parse_bytes(".5 mb"), parse_bytes(1e16), parse_bytes(np.float32(8192))) == (
         80 * 2**30,
         500_000,
         10**16,
-        2,
+        8192,
     )
 
 
@@ -297,3 +297,16 @@ def test_a_forecast_takes_a_state_by_its_shapes(has_state):
     pipe.step(state, batch)  # the state is consumed, and its shapes are still known
     assert str(pipe.forecast(state, batch)) == wanted
     assert str(pipe.programs(state, batch)) == str(pipe.programs(given, batch))
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("bfloat16", True), ("float32", False)])
+def test_on_cpus_a_forecast_says_whose_temporaries_those_of_bfloat16_are(dtype, said):
+    def loss_fn(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w.astype(dtype))
+        return (x**2).mean().astype("float32")
+
+    shapes = [jax.ShapeDtypeStruct((8, 8), "float32")] * 2
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2)
+    text = " ".join(str(pipe.forecast(shapes, jax.ShapeDtypeStruct((8, 8), dtype))).split())
+    assert ("temporaries are those of programs for CPUs, which widen bfloat16 to float32" in text) == said

@@ -145,9 +145,56 @@ def test_causes_of_a_made_up_run_are_those_it_was_made_with():
     assert profile.busy == (3.0, 5.0)
     assert profile.simulated_seconds == 9.0
     # equal stages (F 2, B 2) take 8 of which each idles 4; as they were also 8; transfers make it 9, the late 0B0 11, the update 14
-    assert profile.causes == (Causes(4.0, 1.0, 1.0, 2.0, 3.0), Causes(3.0, 0.0, 1.0, 2.0, 3.0))
+    assert profile.causes == (Causes(4.0, 1.0, 1.0, 2.0, 3.0, 0.0), Causes(3.0, 0.0, 1.0, 2.0, 3.0, 0.0))
     assert profile.latencies == (10.0,)
     assert "waiting for transfers 7.1%" in str(profile)
+
+
+def test_the_optimizer_is_what_it_takes_and_a_gap_among_forwards_is_not():
+    """An action that began late on a busy machine was called the optimizer's time, whose update took a twentieth of it."""
+    schedule = make("naive", num_ranks=2, num_microbatches=1)
+    f0, b0, f1, b1 = (a for row in schedule.rows for a in row)
+    spans = (
+        span("begin stage 0", None, 0, 0.0, 0.5),
+        span("0F0", f0, 0, 1.0, 2.0, begun=0.0),
+        span("begin stage 1", None, 1, 8.0, 9.0),  # late, for no reason that the clock knows
+        span("1F0", f1, 1, 9.0, 10.0, begun=0.0),
+        span("1B0", b1, 1, 10.0, 12.0, begun=0.0),
+        span("update stage 1", None, 1, 12.0, 13.0),  # beside an action
+        span("0B0", b0, 0, 12.0, 14.0, begun=0.0),
+        span("update stage 0", None, 0, 14.5, 14.75),
+        span("send 1 scalars to stage 1", None, 1, 14.75, 15.0, sends=True),
+        span("update stage 1, part 2", None, 1, 15.0, 15.5),
+    )
+    profile = made_up(schedule, spans)
+    assert profile.causes == (Causes(3.0, 0.0, 0.0, 0.0, 1.0, 8.5),) * 2
+    assert profile.causes_table()[0][-2:] == ["optimizer", "other"]
+
+
+def test_a_step_that_the_tracer_slowed_says_so_and_one_that_it_did_not_says_nothing():
+    """Noise had made a traced step 0.68 of others, which told nobody anything; a step slowed four times went without a word."""
+    schedule = make("naive", num_ranks=2, num_microbatches=1)
+    spans = tuple(span(str(a), a, rank, float(start), float(end)) for rank, a, start, end in schedule.drawing().bars)
+    quick, slow = (dataclasses.replace(made_up(schedule, spans), trace_cost=cost) for cost in (0.68, 3.78))
+    assert "traced: 6,000 ms" in quick.heading and "times as long" not in str(quick) and "0.68" not in str(quick)
+    assert "traced (3.8 times as long as other steps): 6,000 ms" in slow.heading
+    alone = dataclasses.replace(slow, clock="isolated")
+    for shown in (slow, alone):
+        assert "the step that was traced took 3.8 times as long as others: JAX's profiler notes each operation" in str(shown)
+    assert "traced (3.8 times as long as other steps): 6,000 ms" in str(alone)
+    assert "on their way" not in str(quick) + str(slow)
+
+
+@pytest.mark.long
+def test_where_ranks_have_threads_the_host_time_of_the_longest_is_said():
+    case = mlp_case(batch_size=8)
+    options = {"num_stages": 2, "num_microbatches": 2, "has_aux": True, "devices": jax.devices()[:2]}
+    for threads, count in (("one", 0), ("ranks", 2)):
+        pipe = jaxpp.Pipeline(case.loss_fn, optax.sgd(0.1), threads=threads, **options)
+        profile = pipe.profile(pipe.init(case.params, case.batch), case.batch, num_steps=1)
+        assert len(profile.lanes) == count
+        assert sum(profile.lanes) == pytest.approx(sum(s.handed - s.begun for s in profile.spans) if count else 0)
+        assert ("other steps have a thread for each rank" in str(profile)) == (count > 0)
 
 
 def test_a_transfer_longer_than_what_could_hide_it_is_warned_of():
@@ -181,7 +228,7 @@ def test_waiting_for_copies_of_residuals_is_waiting_for_transfers():
     assert profile.copy_seconds == (copy,)
     assert profile.simulated_seconds == found.makespan == profile.seconds
     waited = float(found.makespan) - 12
-    assert profile.causes == (Causes(0.0, 0.0, waited, 0.0, 0.0),)
+    assert profile.causes == (Causes(0.0, 0.0, waited, 0.0, 0.0, 0.0),)
     text = " ".join(str(profile).split())
     assert "warning: to copy the residuals of stage 0 to host memory or back takes 3,000 ms, longer than a forward" in text
 
@@ -217,7 +264,7 @@ def test_a_profile_prints_and_draws_itself(run):
     assert "optimizer" in str(profile)
     page = profile._repr_html_()
     assert page.count("<svg") == 1
-    assert "\ntraced: " in str(profile)
+    assert "\ntraced" in str(profile)
     assert page.count("<tr>") == 1 + 2 + 1 + 3 * len(profile.memory)  # idle time of each rank; three looks at each device
     file = jaxpp.observe.to_html(profile)
     assert file.startswith("<!DOCTYPE html>") and 'name="viewport"' in file

@@ -268,6 +268,16 @@ WASTE = {
         changed(residuals=(Kept("f32[8,8,64,64]", 2**22),), temporaries=2**23),
         r"stage_1_forward keeps a residual f32\[8,8,64,64\] of 4 MiB for the backward, as large as all its temporaries \(4 MiB\): ",
     ),
+    "scores of attention": (
+        changed(residuals=(Kept("bf16[8,12,64,64]", 2**22),), temporaries=2**22),
+        GOOD,
+        r'.*\(4 MiB\): if it has the scores of attention, .*_attention\(..., implementation="cudnn"\) keeps none; else compute',
+    ),
+    "a residual that is no scores": (
+        changed(residuals=(Kept("bf16[8,64,256]", 2**22),), temporaries=2**22),
+        GOOD,
+        r".*\(4 MiB\): compute it in a narrower type",
+    ),
     "a residual no larger than what is sent": (None, changed(residuals=(Kept("f32[8]", 2**20),)), ""),
     "a residual without temporaries": (
         changed(residuals=(Kept("f32[8]", 2**22),), temporaries=0),

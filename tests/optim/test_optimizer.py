@@ -11,9 +11,9 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import OptimizerError
+from jaxpp.lowering.step import Leaves, StateLeaf
 from jaxpp.optim.owners import TracedOptimizer, open_conditions
 from jaxpp.optim.update import plan_update
-from jaxpp.plan.step import Leaves, StateLeaf
 from jaxpp.stages.graph import trace
 from jaxpp.stages.jaxpr import kind_of
 from jaxpp.stages.program import Role

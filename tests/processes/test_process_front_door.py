@@ -98,7 +98,7 @@ def fitted(devices: Sequence[jax.Device]) -> None:
     assert pipe.stages.remarks and pipe.forecast(shapes, batch(0, 48)).fits
     assert np.isfinite(pipe.step(state, batch(0, 48))[1].loss)
     with pytest.raises(FitError):
-        jaxpp.Pipeline(loss_fn, optax.sgd(0.1), **options, hbm=100).init(PARAMS, batch(0, 48))
+        jaxpp.Pipeline(loss_fn, optax.sgd(0.1), **options, hbm="100B").init(PARAMS, batch(0, 48))
 
 
 def batches(found: Found, devices: Sequence[jax.Device]) -> None:

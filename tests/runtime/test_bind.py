@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp.plan.builder import CALLER, Builder, Constant, Name
-from jaxpp.plan.passes.donate import donate
+from jaxpp.lowering.builder import CALLER, Builder, Constant, Name
+from jaxpp.lowering.passes.donate import donate
 from jaxpp.runtime.bind import Shapes, bind_lines, compile_plan
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.execute import execute

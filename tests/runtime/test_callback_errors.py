@@ -257,7 +257,7 @@ def loss_fn(params, x):
     return jnp.mean((jnp.tanh(x @ params["b"]) @ params["c"]) ** 2)
 
 params, batch = {"a": jnp.eye(256), "b": jnp.eye(256), "c": jnp.ones((256, 2))}, jnp.ones((2048, 256))
-pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2)
+pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2)
 state = pipe.init(params, batch)
 pipe.profile(state, batch, num_steps=1)
 

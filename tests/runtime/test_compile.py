@@ -316,5 +316,25 @@ def test_a_machine_without_the_assembler_of_gpu_programs_is_told_what_to_install
             assert str(caught.value).splitlines() == [
                 "devices: to compile for a GPU, XLA needs NVIDIA's assembler, a program called ptxas.",
                 "  Got: XLA found none on this machine.",
-                '  Fix: pip install "jaxpp[targets]", or put the folder of ptxas on PATH.',
+                '  Fix: pip install -e ".[targets]" in the checkout of jaxpp, or put the folder of ptxas on PATH.',
             ]
+
+
+@pytest.mark.parametrize("version", [2, 4])
+def test_a_custom_call_that_nobody_has_registered_is_named(version):
+    called = jax.ffi.ffi_call("a_kernel_of_mine", jax.ShapeDtypeStruct((8,), "float32"), custom_call_api_version=version)
+
+    @jax.custom_vjp
+    def kernel(x):
+        return called(x)
+
+    kernel.defvjp(lambda x: (called(x), None), lambda _, cotangent: (called(cotangent),))
+    pipe = jaxpp.Pipeline(lambda p, x: kernel(p["w"] * x.mean(0)).mean(), optax.sgd(0.1), num_stages=1, num_microbatches=1)
+    shape = jax.ShapeDtypeStruct((8,), "float32")
+    with pytest.raises(ArgumentError) as caught:
+        pipe.forecast({"w": shape}, jax.ShapeDtypeStruct((2, 8), "float32"))
+    assert str(caught.value).splitlines() == [
+        "the model: a custom call is of a function that is registered for the platform of its devices.",
+        "  Got: a_kernel_of_mine, of which this process knows none for cpu.",
+        '  Fix: call jax.ffi.register_ffi_target("a_kernel_of_mine", ..., platform="cpu") first, or plan for devices that have it.',
+    ]

@@ -365,6 +365,46 @@ def test_ctrl_c_during_init_does_not_wait_for_what_is_not_compiled_yet(ctrl_c, m
     pipe.step(state, X)
 
 
+def test_ctrl_c_while_garbage_is_collected_is_not_lost():
+    # Python ignores what is raised in a callback of its garbage collector, and JAX has one: one press in ten was lost during init.
+    pressed = []
+
+    def press(phase, _):
+        if not pressed:
+            pressed.append(phase)
+            signal.raise_signal(signal.SIGINT)
+
+    def collecting(params, x):
+        gc.callbacks.append(press)
+        try:
+            gc.collect()
+        finally:
+            gc.callbacks.remove(press)
+        time.sleep(1)  # less, as it comes again
+        return loss_fn(params, x)
+
+    hook = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt):
+        pipeline(collecting).init(PARAMS, X)
+    assert pressed == ["start"] and sys.unraisablehook is hook
+    state = pipeline().init(PARAMS, X)
+    assert state.step == 0
+
+
+def test_what_else_is_ignored_in_a_finalizer_is_told_as_before(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: told.append(ignored.exc_type))
+
+    class Broken:
+        def __del__(self):
+            raise ZeroDivisionError
+
+    with interrupts.never_lost():
+        Broken()
+        gc.collect()
+    assert told == [ZeroDivisionError]
+
+
 @pytest.mark.long
 def test_an_entry_of_a_cache_of_jax_that_ctrl_c_left_open_is_forgotten():
     # `RecursionError: Recursively calling <weakref to 'Jaxpr'>`, once in about a thousand interrupts while something is compiled.
@@ -392,14 +432,17 @@ def test_an_entry_of_a_cache_of_jax_that_ctrl_c_left_open_is_forgotten():
         pipeline(endless).init(PARAMS, X)
 
 
-def test_what_jax_makes_of_ctrl_c_within_a_cache_is_ctrl_c_again():
+@pytest.mark.parametrize(
+    "said", ["Cache keys should be comparable using __eq__. (...)", "Equality of global cache key led to (...)"]
+)
+def test_what_jax_makes_of_ctrl_c_within_a_cache_is_ctrl_c_again(said):
     # JAX 0.12: `ValueError: Cache keys should be comparable using __eq__`, which a stream took for the failure of a batch.
     pipe, pressed = pipeline(), [True]
     state = pipe.init(PARAMS, X)
 
     def outputs(params, x):
         if pressed:
-            raise ValueError("Cache keys should be comparable using __eq__. (...)\nTraceback (...)\nKeyboardInterrupt: ")
+            raise ValueError(f"{said}\nTraceback (...)\nKeyboardInterrupt: ")
         return jnp.tanh(x @ params["a"])
 
     with pytest.raises(KeyboardInterrupt):

@@ -1,9 +1,13 @@
 """Kernels are read from what the compiler made for four H100s, without any, and for CPUs; the counts are those made by hand."""
 
 import math
+import os
+import pathlib
 import re
 from collections import Counter
+from functools import partial
 
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpp
+from jaxpp.runtime import hlo, not_public
 from jaxpp.runtime.hlo import aliased, float64_in, parse_hlo, parse_shape, read_kernels
 from models.gpt import GPT
 
@@ -179,16 +184,149 @@ def test_convolutions_of_cudnn_and_their_gradients_cost_the_same(target, result,
     assert counts(entry(*parameters, call)) == [("product", "cuDNN", 1, {"bfloat16": flops}, 0, sizes[0] + sizes[1], sizes[2])]
 
 
-@pytest.mark.parametrize(("target", "products"), [("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)])
-def test_attention_of_cudnn_is_the_products_of_its_scores(target, products):
-    config = '{"cudnn_fmha_backend_config":{"fmha_scale":0.125,"intermediate_tensor_shape":{"element_type":"BF16",'
-    config += '"dimensions":["2","8","1024","512"],"tuple_shapes":[]},"mask_type":"CAUSAL"}}'
-    shapes = ["bf16[2,1024,8,64]", "bf16[2,512,8,64]", "bf16[2,512,8,64]"]
-    parameters = [f"%p{i} = {shape}{{3,2,1,0}} parameter({i})" for i, shape in enumerate(shapes)]
-    result = "(bf16[2,1024,8,64]{3,2,1,0}, u8[0]{0})"
-    call = f'%a = {result} custom-call(%p0, %p1, %p2), custom_call_target="__cudnn${target}", backend_config={config}'
-    (kernel,) = read_kernels(entry(*parameters, call))
-    assert (kernel.by, kernel.products) == ("cuDNN", {"bfloat16": products * 2 * (2 * 8 * 1024 * 512) * 64})
+def total_products(text):
+    total = Counter()
+    for kernel in read_kernels(text):
+        total.update({name: kernel.runs * flops for name, flops in kernel.products.items()})
+    return dict(total)
+
+
+KEPT = pathlib.Path(__file__).parent / "printed"
+"""What XLA printed for an H100, by version of JAX, without the tables of source lines and the metadata that name them; the tests
+marked ``targets`` write it where JAXPP_WRITE_HLO=1."""
+
+BATCH, LENGTH, HEADS, SHARED, WIDE, WINDOW = 4, 1024, 12, 4, 64, 129
+SCORES = {
+    "attention": LENGTH * LENGTH,
+    "attention_causal": LENGTH * (LENGTH + 1) // 2,
+    "attention_causal_gradients": LENGTH * (LENGTH + 1) // 2,
+    "attention_causal_dropout": LENGTH * (LENGTH + 1) // 2,
+    "attention_window": WINDOW * (WINDOW + 1) // 2 + (LENGTH - WINDOW) * WINDOW,
+    "attention_gradients": LENGTH * LENGTH,
+}
+"""Of one head of one example: all; those of a query with the keys up to its own; and of those the last so many."""
+
+
+def attention_flops(name):
+    """Two products for each score forward; with gradients five more, the scores among them once again."""
+    products = 2 + 5 * name.endswith("gradients")
+    return 2 * products * BATCH * HEADS * SCORES[name] * WIDE
+
+
+KEPT_PRODUCTS = {
+    **{name: {"bfloat16": attention_flops(name)} for name in SCORES},
+    "three_products": {"bfloat16": 3 * 2 * 512**3},
+    "cublas_batch": {"tensorfloat32": 2 * 8 * 128 * 64 * 32},
+    "cublas_float8": {"float8": 2 * 512**3},
+    "int8": {"int8": 2 * 512**3},
+    "convolutions": {"bfloat16": 3 * 2 * (8 * 32 * 32 * 128) * (3 * 3) * 64},
+    "scan": {"bfloat16": 6 * 2 * 512**3},
+    "branch": {"bfloat16": 2 * 512**3},
+    "int4": {"bfloat16": 2 * 512**3},
+    "pool": {},
+    "update_in_place": {},
+    "to_the_host": {},
+}
+
+
+MEMBERS, ROWS = ((0, 1, 2, 3),), 256 * 256 * 4  # of a mesh of four, each with so many bytes
+KEPT_COLLECTIVES = {  # kind, groups, bytes read and written by each device
+    "psum": ("all-reduce", MEMBERS, ROWS, ROWS),
+    "all_gather": ("all-gather", MEMBERS, ROWS, 4 * ROWS),
+    "psum_scatter": ("reduce-scatter", MEMBERS, ROWS, ROWS // 4),
+    "all_to_all": ("all-to-all", MEMBERS, ROWS, ROWS),
+    "ppermute": ("collective-permute", ((0, 1), (1, 2), (2, 3), (3, 0)), ROWS, ROWS),
+    "psum_of_pairs": ("all-reduce", ((0, 2), (1, 3)), ROWS, ROWS),
+}
+
+
+def collectives(text):
+    found = [kernel for kernel in read_kernels(text) if kernel.kind == "collective"]
+    return [(kernel.collective, kernel.groups, kernel.bytes_read, kernel.bytes_written) for kernel in found]
+
+
+@pytest.mark.parametrize("path", sorted(path for path in KEPT.rglob("*.txt") if path.stem in KEPT_COLLECTIVES), ids=str)
+def test_of_what_xla_printed_the_collectives_are_those_that_were_asked_for(path):
+    assert collectives(path.read_text()) == [KEPT_COLLECTIVES[path.stem]]
+
+
+def kept():
+    return [
+        pytest.param(path, id=f"{path.parent.name}, {path.stem}")
+        for path in sorted(KEPT.rglob("*.txt"))
+        if path.stem in KEPT_PRODUCTS
+    ]
+
+
+@pytest.mark.parametrize("path", kept())
+def test_of_what_xla_printed_the_products_are_those_counted_by_hand(path):
+    assert total_products(path.read_text()) == KEPT_PRODUCTS[path.stem]
+
+
+SIZES = {  # of each product: batch, rows, columns, terms of a sum; of attention heads, queries, keys, features
+    "attention": [(BATCH * HEADS, LENGTH, LENGTH, WIDE)],
+    "attention_causal_gradients": [(BATCH * HEADS, LENGTH, LENGTH, WIDE)] * 2,
+    "cublas_batch": [(8, 128, 32, 64)],
+    "cublas_float8": [(1, 512, 512, 512)],
+    "int8": [(1, 512, 512, 512)],
+    "scan": [(4, 512, 512, 128)],  # whose sum is divided into four
+    "three_products": [(8, 512, 512, 3 * 64)],
+    "convolutions": [(1, 8 * 32 * 32, 128, 9 * 64), (1, 9 * 64, 128, 8 * 32 * 32), (1, 8 * 32 * 32, 9 * 64, 128)],
+}
+
+
+@pytest.mark.parametrize("path", [path for path in kept() if path.values[0].stem in SIZES])
+def test_of_what_xla_printed_each_product_has_its_sizes(path):
+    sizes = [product for kernel in read_kernels(path.read_text()) for product in kernel.sizes]
+    assert [(each.batch, each.m, each.n, each.k) for each in sizes] == SIZES[path.stem]
+    plain = [each for each in sizes if not each.attends]
+    assert all(each.flops == 2 * each.batch * each.m * each.n * each.k for each in plain)
+    ways = [(each.attends, each.causal) for each in sizes if each.attends]
+    assert ways == {"attention": [("forward", False)], "attention_causal_gradients": [("forward", True), ("backward", True)]}.get(
+        path.stem, []
+    )
+
+
+def test_of_what_xla_printed_a_kernel_reads_again_what_was_touched_before():
+    for folder in KEPT.iterdir():
+        product, total = read_kernels((folder / "int4.txt").read_text())
+        assert product.again == () and total.again == ((total.bytes_read, 0),), "the sum of the parts follows the product"
+        forward, *_, backward = read_kernels((folder / "attention_gradients.txt").read_text())
+        queries = BATCH * LENGTH * HEADS * WIDE * BF16
+        assert forward.again == () and (queries, 0) in backward.again
+        assert max(since for _, since in backward.again) > queries, "the cotangent was made before the forward"
+
+
+def test_of_what_xla_printed_updates_are_in_place_and_the_host_has_memory_of_its_own():
+    for folder in KEPT.iterdir():
+        assert aliased((folder / "update_in_place.txt").read_text()) == {0}
+        sine, copy = read_kernels((folder / "to_the_host.txt").read_text())
+        size = 512 * 512 * F32
+        assert (sine.host_bytes, copy.bytes_read, copy.bytes_written, copy.host_bytes) == (0, size, 0, size)
+        (pool,) = read_kernels((folder / "pool.txt").read_text())
+        assert (pool.kind, pool.flops) == ("reduction", 8 * 16 * 16 * 64 * 4)
+        writers = {kernel.by for path in folder.iterdir() for kernel in read_kernels(path.read_text())}
+        assert {"Triton", "cuBLAS", "cuDNN", "XLA"} <= writers
+
+
+def test_every_pattern_that_is_looked_for_is_in_what_xla_printed():
+    texts = [path.read_text() for path in KEPT.rglob("*.txt")]
+    lines = [line for text in texts for line in text.splitlines()]
+    instructions = [each for text in texts for body in parse_hlo(text)[0].values() for each in body]
+    attributes = [text for each in instructions for text in (each.attributes, each.config)]
+    patterns = {name: pattern for name, pattern in vars(hlo).items() if isinstance(pattern, re.Pattern)}
+    elsewhere = {"_IOTA", "_AXIS"}  # in groups of meshes, of which tests/observe has others
+    missing = [
+        name for name, pattern in patterns.items() if name not in elsewhere and not any(map(pattern.search, [*lines, *attributes]))
+    ]
+    assert len(patterns) > 20
+    assert missing == []
+
+
+def test_of_what_xla_printed_every_program_is_kept_of_two_versions():
+    found = {folder.name: {path.stem for path in folder.iterdir()} for folder in KEPT.iterdir()}
+    assert len(found) == 2
+    assert all(names == {*KEPT_PRODUCTS, *KEPT_COLLECTIVES} for names in found.values())
 
 
 FUSED = """
@@ -322,12 +460,13 @@ def gpus():
 def on_gpu(gpus):
     """The text of a function that is compiled for one GPU, for arguments such as ``"f32[8,16]"``."""
     on = SingleDeviceSharding(gpus[0])
-    dtypes = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "pred": "bool", "f64": "float64"}
+    dtypes = {"f32": "float32", "bf16": "bfloat16", "s32": "int32", "pred": "bool", "f64": "float64", "s8": "int8", "s4": "int4"}
 
     def text(function, *shapes, **options):
         arrays = [parse_shape(shape).arrays[0] for shape in shapes]
         args = [jax.ShapeDtypeStruct(array.sizes, dtypes[array.type], sharding=on) for array in arrays]
-        return jax.jit(function, **{"out_shardings": on} | options).lower(*args).compile().as_text()
+        with not_public.cudnn_of(gpus):
+            return jax.jit(function, **{"out_shardings": on} | options).lower(*args).compile().as_text()
 
     return text
 
@@ -465,6 +604,106 @@ def test_what_a_gpu_runs_is_what_is_counted_by_hand(name, on_gpu):
     assert not float64_in(text)
 
 
+def attend(*given, **options):
+    return jax.nn.dot_product_attention(*given, implementation="cudnn", **options)
+
+
+def with_gradients(function):
+    return jax.grad(lambda *given: function(*given).sum().astype("float32"), (0, 1, 2))
+
+
+def dropping(q, k, v):
+    """The only public way to dropout inside of attention by cuDNN is Flax's, which asks for a GPU; this is what it calls."""
+    return not_public.attention.dot_product_attention(
+        q, k, v, mask_type=not_public.attention.MaskType.CAUSAL, dropout_rate=0.1, seed=3
+    )
+
+
+def float8(x, y):
+    return jax.lax.dot(x.astype("float8_e4m3fn"), y.astype("float8_e4m3fn"), preferred_element_type="bfloat16")
+
+
+QUERIES, FEWER = f"bf16[{BATCH},{LENGTH},{HEADS},{WIDE}]", f"bf16[{BATCH},{LENGTH},{SHARED},{WIDE}]"
+SQUARE = "bf16[512,512]"
+TO_KEEP = {
+    "attention": ((attend, QUERIES, QUERIES, QUERIES), {}),
+    "attention_causal": ((partial(attend, is_causal=True), QUERIES, FEWER, FEWER), {}),
+    "attention_causal_gradients": ((with_gradients(partial(attend, is_causal=True)), QUERIES, FEWER, FEWER), {}),
+    "attention_causal_dropout": ((dropping, QUERIES, QUERIES, QUERIES), {}),
+    "attention_window": (
+        (partial(attend, is_causal=True, local_window_size=(WINDOW - 1, 0)), QUERIES, QUERIES, QUERIES),
+        {},
+    ),
+    "attention_gradients": ((with_gradients(attend), QUERIES, QUERIES, QUERIES), {}),
+    "three_products": (
+        (lambda x, y: jax.lax.dot(x, y, precision=DotAlgorithmPreset.BF16_BF16_F32_X3), "f32[512,512]", "f32[512,512]"),
+        {},
+    ),
+    "cublas_batch": ((lambda x, y: jnp.einsum("bij,bkj->bik", x, y), "f32[8,128,64]", "f32[8,32,64]"), BY_CUBLAS),
+    "cublas_float8": ((float8, SQUARE, SQUARE), BY_CUBLAS),
+    "int8": ((lambda x, y: jax.lax.dot(x, y, preferred_element_type="int32"), "s8[512,512]", "s8[512,512]"), BY_CUBLAS),
+    "convolutions": ((jax.grad(lambda x, w: jax.nn.relu(conv(x, w)).sum().astype("float32"), (0, 1)), *CONV), {}),
+    "scan": ((lambda x, layers: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, layers)[0], SQUARE, "bf16[6,512,512]"), {}),
+    "branch": ((lambda which, x: jax.lax.cond(which, lambda x: x @ x, lambda x: x * 2, x), "pred[]", SQUARE), {}),
+    "pool": ((partial(flax.linen.max_pool, window_shape=(2, 2), strides=(2, 2)), "f32[8,32,32,64]"), {}),
+    "update_in_place": ((update, *CACHE), {"donate_argnums": 0}),
+    "to_the_host": ((lambda x: jax.device_put(jnp.sin(x), jax.memory.Space.Host), "f32[512,512]"), {"out_shardings": "host"}),
+    "int4": ((lambda x, y: x.astype("bfloat16") @ y, "s4[512,512]", SQUARE), {}),
+}
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("name", KEPT_PRODUCTS)
+def test_what_xla_prints_now_counts_as_what_it_printed(name, gpus, on_gpu):
+    program, options = TO_KEEP[name]
+    if options.get("out_shardings") == "host":
+        options = {"out_shardings": SingleDeviceSharding(gpus[0], memory_kind="pinned_host")}
+    text = on_gpu(*program, **options)
+    assert total_products(text) == KEPT_PRODUCTS[name]
+    keep(name, text)
+
+
+MAPPED = {
+    "psum": (lambda x: jax.lax.psum(x, ("pair", "one")), P()),
+    "all_gather": (lambda x: jax.lax.all_gather(x, ("pair", "one"), tiled=True), P()),
+    "psum_scatter": (lambda x: jax.lax.psum_scatter(x, ("pair", "one"), tiled=True), P(("pair", "one"))),
+    "all_to_all": (lambda x: jax.lax.all_to_all(x, ("pair", "one"), 0, 0, tiled=True), P(("pair", "one"))),
+    "ppermute": (lambda x: jax.lax.ppermute(x, ("pair", "one"), [(k, (k + 1) % 4) for k in range(4)]), P(("pair", "one"))),
+    "psum_of_pairs": (lambda x: jax.lax.psum(x, "pair"), P("one")),
+}
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("name", MAPPED)
+def test_the_collectives_that_xla_prints_now_are_those_that_were_asked_for(name, gpus):
+    mesh = Mesh(np.array(gpus).reshape(2, 2), ("pair", "one"))
+    function, out = MAPPED[name]
+    split = P(("pair", "one"))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=split, out_specs=out, check_vma=False)
+    x = jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=NamedSharding(mesh, split))
+    text = jax.jit(mapped).lower(x).compile().as_text()
+    assert collectives(text) == [KEPT_COLLECTIVES[name]]
+    keep(name, text)
+
+
+def keep(name, text):
+    """Write what XLA printed, if that is asked for."""
+    if os.environ.get("JAXPP_WRITE_HLO"):
+        path = KEPT / f"jax-{jax.__version__}" / f"{name}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(without_places(text))
+
+
+def without_places(text):
+    """A program as it is printed, without the tables of the files and lines that it was made of."""
+    header, _, rest = text.partition("\n")
+    rest = rest[min(at for mark in ("\n%", "\nENTRY") if (at := rest.find(mark)) >= 0) :]
+    header = re.sub(r", frontend_attributes=\{.*", "", header)
+    for written in (r'metadata=\{(?:[^{}"]|"[^"]*")*\}', r'frontend_attributes=\{(?:[^{}"]|"[^"]*")*\}'):
+        rest = re.sub(rf", {written}", "", rest)
+    return f"{header}\n{rest.rstrip()}\n"
+
+
 @pytest.mark.targets
 def test_double_precision_on_a_gpu_is_found(x64, on_gpu):
     text = on_gpu(lambda x, y: x @ y, "f64[2048,2048]", "f64[2048,2048]")
@@ -513,24 +752,17 @@ def test_the_dearest_branch_and_a_loop_of_unknown_trips_are_not_exact(on_gpu):
     assert [kernel.exact for kernel in read_kernels(loop) if kernel.kind == "elementwise"] == [False]  # the condition
 
 
-def total_products(text):
-    total = Counter()
-    for kernel in read_kernels(text):
-        total.update({name: kernel.runs * flops for name, flops in kernel.products.items()})
-    return dict(total)
-
-
-BATCH, LENGTH, WIDTH, DEPTH, VOCAB = 4, 64, 64, 2, 128
+EXAMPLES, TOKENS, WIDTH, DEPTH, VOCAB = 4, 64, 64, 2, 128
 
 
 def gpt_text(sharding):
     """The text of loss and gradients of a small decoder."""
-    model = GPT(vocab_size=VOCAB, max_length=LENGTH, width=WIDTH, depth=DEPTH, dropout=0.0)
+    model = GPT(vocab_size=VOCAB, max_length=TOKENS, width=WIDTH, depth=DEPTH, dropout=0.0)
 
     def loss(params, tokens):
         return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, tokens, deterministic=True), tokens).mean()
 
-    tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32, sharding=sharding)
+    tokens = jax.ShapeDtypeStruct((EXAMPLES, TOKENS), jnp.int32, sharding=sharding)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params)
     return jax.jit(jax.value_and_grad(loss), out_shardings=sharding).lower(params, tokens).compile().as_text()
@@ -538,8 +770,8 @@ def gpt_text(sharding):
 
 def gpt_products():
     """2 m n k of each product, and twice that for its gradients: 12 squares of the width a block, scores and values, and logits."""
-    tokens = BATCH * LENGTH
-    blocks = DEPTH * (2 * tokens * 12 * WIDTH**2 + 2 * 2 * tokens * LENGTH * WIDTH)
+    tokens = EXAMPLES * TOKENS
+    blocks = DEPTH * (2 * tokens * 12 * WIDTH**2 + 2 * 2 * tokens * TOKENS * WIDTH)
     return 3 * (blocks + 2 * tokens * WIDTH * VOCAB)
 
 

@@ -288,7 +288,9 @@ def test_without_matplotlib_a_figure_says_how_to_install_it(monkeypatch, tmp_pat
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # it cannot be imported
     canvas._picture_class.cache_clear()
     for draw in (SMALL.figure, simulate(SMALL).figure, SMALL.pebble_figure, lambda: SMALL.pebble_gif(tmp_path / "x.gif")):
-        with pytest.raises(ImportError, match=r'^figures need matplotlib.*pip install "jaxpp\[figures\]"$') as error:
+        with pytest.raises(
+            ImportError, match=r'^figures need matplotlib.*pip install -e "\.\[figures\]" in the checkout of jaxpp$'
+        ) as error:
             draw()
         told = "".join(traceback.format_exception(error.value))
         assert (

@@ -158,6 +158,8 @@ CALLS = [
         f"{CAPACITY}\n  Got: capacity={{value!r}}.\n  Fix: pass capacity=2 for two cores, or None.",
         **TWO,
     ),
+    *each(simulate, "overlap", ["no", 2, None], "Got: overlap={value!r}.", "Fix: pass overlap=True or overlap=False.", **TWO),
+    *each(simulate, "queued", ["yes", None], "overlap and queued are either True or False.", "Got: queued={value!r}.", **TWO),
     *each(simulate, "copy", [-1, [1], "slow", None], "Got: copy={value!r}.", offload=1, **TWO),
     *each(synthesise, "num_ranks", [0], COUNTS, "pass 1 or more", num_microbatches=2),
     *each(synthesise, "effort", [0], COUNTS, "pass 1 or more", **SIZES),
@@ -194,3 +196,8 @@ def test_what_is_no_argument_is_refused(call, lines):
     with pytest.raises(ScheduleError) as error:
         call()
     assert all(line in str(error.value) for line in lines), str(error.value)
+
+
+def test_zero_bubble_is_told_by_which_names_there_is_such_a_schedule():
+    with pytest.raises(ScheduleError, match="Fix: write 'zb-h1', 'zb-h2' or 'zb-v'"):
+        make("ZeroBubble", num_ranks=2)

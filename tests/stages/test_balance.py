@@ -298,6 +298,8 @@ def looped(kind):
             return jax.lax.cond(x.sum() > 0, lambda x: layer(layer(x, w), w), lambda x: layer(x, w), x)
         if kind == "checkpoint":
             return jax.checkpoint(lambda x, w: layer(layer(x, w), w))(x, w)
+        if kind == "time of embeddings":
+            x = x * params["head"][:, 0]
         return jax.lax.scan(lambda h, row: (layer(h + row, w), None), jnp.zeros_like(x), jnp.stack([x] * 9))[0]
 
     return lambda params, x: jnp.mean(body(params, jnp.sin(x)) @ params["head"])
@@ -311,6 +313,7 @@ def looped(kind):
         ("cond", "a cond", "choose the branch outside the loss"),
         ("checkpoint", "a jax.checkpoint", 'remat="recompute"'),
         ("time", "a scan over the data (over time, say)", "give each layer a loop of its own"),
+        ("time of embeddings", "a scan over the data (over time, say)", "give each layer a loop of its own"),
     ],
 )
 def test_one_giant_equation_is_refused_with_advice_for_its_kind(kind, called, advice):
@@ -321,6 +324,18 @@ def test_one_giant_equation_is_refused_with_advice_for_its_kind(kind, called, ad
     assert called in text
     assert advice in text
     assert "cannot be cut" not in advice
+
+
+def test_a_network_of_convolutions_is_not_told_to_shard_its_parameters():
+    def loss_fn(params, x):
+        for each in params:
+            x = jax.nn.relu(jax.lax.conv(x, each, (1, 1), "SAME"))
+        return x.mean()
+
+    params = [jnp.ones((32, 1, 3, 3)), jnp.ones((32, 32, 3, 3)), jnp.ones((1, 32, 3, 3))]
+    with pytest.warns(jaxpp.UnevenStagesWarning, match="use data parallelism alone, which suits convolutions") as told:
+        jaxpp.value_and_grad(loss_fn, num_stages=3)(params, jnp.ones((6, 1, 8, 8)))
+    assert not any("mesh=" in str(each.message) for each in told)
 
 
 @pytest.mark.long

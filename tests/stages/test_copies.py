@@ -37,7 +37,7 @@ def test_each_stage_advances_its_own_position(num_stages):
     params = forward.init(PARAMS, np.ones((1, 3, WIDTH), "f"))
     x = RNG.normal(size=(1, 3, WIDTH)).astype("f")
     engine, leaves = forward.engine, forward.engine.leaves(params)
-    passes = Passes(Functions().engine(engine, remember, x, None, carry=shapes, reduce_aux="last"), Lasting(leaves))
+    passes = Passes(Functions().engine(engine, remember, x, None, carry=shapes, reduce_aux="last"), Lasting(leaves), engine)
     copies = passes.engine.layout.copies
     assert copies == tuple(StateCopy(leaf, stage) for leaf in (0, 5) for stage in range(1, num_stages))
     given = jax.tree.leaves(carry())

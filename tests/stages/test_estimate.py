@@ -1,13 +1,17 @@
 """What equations take on a device, by hand: arithmetic at the peak, or bytes at the bandwidth; fused ones read and write once."""
 
 import types
+from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpp.efficiency import moved_share, product_seconds
+from jaxpp.runtime.not_public import cudnn_of
 from jaxpp.stages.cuts.by_step import step_costs
-from jaxpp.stages.estimate import CPU_RATES, Rates, rates_of, seconds_of
+from jaxpp.stages.estimate import CPU_RATES, Rates, rates_of, seconds_of, temporary_bytes
 from jaxpp.stages.loss.traced_loss import trace_loss
 from jaxpp.stages.remat import RECOMPUTE, Least, RematPolicy
 from jaxpp.targets import TARGETS
@@ -27,6 +31,24 @@ def test_a_large_product_takes_its_flops_at_the_peak_of_its_type():
     assert seconds(jnp.matmul, large, large) == pytest.approx(flops / H100.peaks.tensorfloat32)
     assert seconds(lambda a, b: jnp.matmul(a, b, precision="highest"), large, large) == pytest.approx(flops / H100.peaks.float32)
     assert seconds(jnp.matmul, large, large, dtype=jnp.bfloat16) == pytest.approx(flops / H100.peaks.bfloat16)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_by_cudnn_takes_its_products_and_a_causal_mask_halves_them(is_causal):
+    def attend(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal, implementation="cudnn")
+
+    def with_gradients(*given):
+        return jax.vjp(attend, *given)[1](given[0])
+
+    given, fewer = (2, 8192, 8, 128), (2, 8192, 2, 128)  # heads of queries, and of keys
+    product = 2 * 2 * 8 * 8192 * 8192 * 128 / (1 + is_causal) / H100.peaks.bfloat16
+    device = mock.Mock(spec=jax.Device, platform="gpu", addressable_memories=list, device_kind=H100.kind)
+    with cudnn_of([device]):
+        taken = seconds(attend, given, fewer, fewer, dtype=jnp.bfloat16)
+        both = seconds(with_gradients, given, fewer, fewer, dtype=jnp.bfloat16)
+    assert taken == pytest.approx(2 * product)
+    assert both == pytest.approx((2 + 5) * product, rel=0.01)
 
 
 def test_a_thin_product_takes_its_bytes():
@@ -132,3 +154,52 @@ def test_a_function_that_only_runs_forward_has_no_backward():
     )
     found = step_costs(loss, RematPolicy(), RATES)
     assert sum(found.input_grad) == sum(found.weight_grad) == 0 < sum(found.forward)
+
+
+ON_H100 = rates_of(types.SimpleNamespace(platform="gpu", device_kind=H100.kind))
+
+
+def test_of_a_gpu_products_take_what_those_of_their_size_reach():
+    def seconds(function, *shapes):
+        jaxpr = jax.make_jaxpr(function)(*(jnp.zeros(shape, "bfloat16") for shape in shapes)).jaxpr
+        (found,) = seconds_of(jaxpr.eqns, jaxpr.outvars, ON_H100)
+        return found - ON_H100.kernel
+
+    def expected(*sizes):
+        return product_seconds(H100, H100.peaks.bfloat16, "bfloat16", sizes)
+
+    assert seconds(jnp.matmul, (4096, 1024), (1024, 4096)) == pytest.approx(expected(1, 4096, 4096, 1024))
+    assert seconds(
+        partial(jax.lax.dot_general, dimension_numbers=(((2,), (1,)), ((0,), (0,)))), (8, 2048, 1024), (8, 1024, 2048)
+    ) == (pytest.approx(expected(8, 2048, 2048, 1024)))
+    convolve = partial(jax.lax.conv, window_strides=(1, 1), padding="SAME")
+    assert seconds(convolve, (8, 512, 32, 32), (512, 512, 3, 3)) == pytest.approx(expected(1, 8 * 32 * 32, 512, 9 * 512))
+    half, whole = (seconds(jnp.matmul, (rows, 4096), (4096, 4096)) for rows in (128, 1024))
+    assert whole < 0.6 * 8 * half, "a small microbatch leaves cores idle"
+
+
+def test_of_a_gpu_bytes_take_what_kernels_of_their_kind_reach():
+    x = jnp.zeros((4096, 4096), "float32")
+    for function, kind, moved in ((jnp.negative, "elementwise", 2), (lambda x: x.max(), "reduction", 1)):
+        jaxpr = jax.make_jaxpr(function)(x).jaxpr
+        found = sum(seconds_of(jaxpr.eqns, jaxpr.outvars, ON_H100)) - ON_H100.kernel
+        assert found == pytest.approx(moved * x.nbytes / H100.bandwidth / moved_share(kind), rel=1e-3)
+
+
+def test_of_a_cpu_rates_are_reached_whatever_the_size():
+    assert CPU_RATES.target is None
+    jaxpr = jax.make_jaxpr(jnp.matmul)(jnp.zeros((3, 512)), jnp.zeros((512, 3))).jaxpr
+    (found,) = seconds_of(jaxpr.eqns, jaxpr.outvars, CPU_RATES)
+    assert found == pytest.approx(max(2 * 9 * 512 / CPU_RATES.peaks.tensorfloat32, 4 * (2 * 3 * 512 + 9) / CPU_RATES.bandwidth))
+
+
+def test_a_gradient_that_is_scaled_or_added_to_another_is_made_in_the_buffer_of_its_result():
+    x, scale = jnp.zeros((64, 64), "float32"), jnp.float32(2)
+
+    def held(function, *arguments):
+        jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+        return temporary_bytes(jaxpr.eqns, jaxpr.outvars)
+
+    assert held(lambda x, scale: [scale * (x @ x).T, scale * (x.T @ x)], x, scale) == 0
+    assert held(lambda x, scale: [scale * (x @ x) + x, scale * (x.T @ x) + x], x, scale) == 0
+    assert held(lambda x, scale: scale * ((x @ x) @ x), x, scale) == x.nbytes

@@ -40,7 +40,7 @@ def loss_fn(params, batch):
 
 
 def pipeline(loss=loss_fn, optimizer=None, stages=4, **options):
-    fixed = {"num_microbatches": 2, "balance": "flops"}  # cuts into equal numbers of rows
+    fixed = {"num_microbatches": 2} if "cuts" in options else {"num_microbatches": 2, "balance": "flops"}  # equal numbers of rows
     return jaxpp.Pipeline(loss, optimizer or optax.adam(1e-2), num_stages=stages, **{**fixed, **options})
 
 

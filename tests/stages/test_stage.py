@@ -11,8 +11,8 @@ import pytest
 
 import jaxpp
 from jaxpp.engine.engine import open_engine
+from jaxpp.lowering.lower import lower
 from jaxpp.options import Options
-from jaxpp.plan.lower import lower
 from jaxpp.runtime.hlo import read_kernels
 from jaxpp.schedule import Schedule
 from jaxpp.stages.cost import count_bytes, count_flops

@@ -11,7 +11,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpp
-from jaxpp.plan.step import ZEROED
+from jaxpp.lowering.step import ZEROED
 from jaxpp.runtime.hlo import aliased, read_kernels
 from jaxpp.stages.graph import trace
 from jaxpp.stages.scatters import summands_of
@@ -123,7 +123,7 @@ def test_gradients_equal_those_of_one_device_whatever_reads_the_table(loss_fn, d
         loss, _, grads = oracle(loss_fn, params, TOKENS, None, 3)
         for schedule, stages in (("1f1b", 1), ("gpipe", 2), ("zb-h1", 2)):
             for zeroed in (ZEROED, 0):  # the sums begin as zeros, or the first backward makes them
-                monkeypatch.setattr("jaxpp.plan.step.ZEROED", zeroed)
+                monkeypatch.setattr("jaxpp.lowering.step.ZEROED", zeroed)
                 found = jaxpp.value_and_grad(loss_fn, num_stages=stages, num_microbatches=3, schedule=schedule)(params, TOKENS)
                 compare("loss", found[0], loss)
                 compare("grads", found[1], grads, coarsest=jnp.float32 if loss_fn is tied_once_cast else None)

@@ -20,10 +20,10 @@ BLOCK = re.compile(
 MARK = "-- the next block --"
 
 
-def run(script, folder):
+def run(script, folder, seconds=600):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg"}
     command = [sys.executable, "-W", "error::UserWarning", "-c", script]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=seconds)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -31,7 +31,7 @@ def run(script, folder):
 def test_the_guide_prints_what_it_shows(tmp_path):
     text = PAGE.read_text()
     blocks = BLOCK.findall(text)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     printed = run("".join(f"{code}\nprint({MARK!r})\n" for code, _ in blocks), tmp_path)
     found = [part.strip("\n") for part in printed.split(MARK)[:-1]]
     assert max(len(line) for part in found for line in part.splitlines()) <= 132

@@ -39,6 +39,7 @@ class Model(NamedTuple):
     batch: object
     keyed: bool = True
     stages: int = 2
+    cuts: list[str] | None = None
 
 
 def shape(*sizes, dtype="float32"):
@@ -69,7 +70,8 @@ def resnet():
         return cross_entropy(logits, batch["y"])
 
     batch = {"x": shape(256, 64, 64, 3), "y": shape(256, dtype="int32")}
-    return Model(loss_fn, variables["params"], batch, keyed=False, stages=4)
+    cuts = ["group_1_block_0", "group_1_block_2", "group_2_block_1"]  # kernels and bytes depend on where within a block a cut is
+    return Model(loss_fn, variables["params"], batch, keyed=False, stages=4, cuts=cuts)
 
 
 class Scanned(nn.Module):
@@ -113,7 +115,7 @@ MODELS = {"gpt": gpt, "resnet": resnet, "scanned": scanned}
 
 def pipeline(model, stages=None, **options):
     stages = stages or model.stages
-    given = {"devices": jaxpp.target("h100", stages)} | options
+    given = {"devices": jaxpp.target("h100", stages), "cuts": model.cuts} | options
     return jaxpp.Pipeline(model.loss_fn, optax.adamw(1e-3), num_stages=stages, num_microbatches=MICROBATCHES, **given)
 
 
@@ -283,3 +285,52 @@ def test_a_generation_keeps_its_cache_in_place():
     carries = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(variables["cache"]))
     held = sum(row.kinds[MEMORY_KINDS.index("carries")] for row in forecast.stages)
     assert carries <= held // 3 <= 1.01 * carries  # the sequence's, the empty one, and that of a prompt that comes again
+
+
+class Flash(nn.Module):
+    """A block of causal attention by cuDNN, as it is written for GPUs."""
+
+    heads: int = 4
+    head: int = 256  # which only Hopper and what came later can do
+
+    @nn.compact
+    def __call__(self, x):
+        """Attention, and what it adds to."""
+        q, k, v = (nn.DenseGeneral((self.heads, self.head), dtype="bfloat16")(x) for _ in range(3))
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return x + nn.DenseGeneral(x.shape[-1], axis=(-2, -1), dtype="bfloat16")(attended)
+
+
+def test_attention_by_cudnn_is_planned_on_a_machine_without_it():
+    width, length, examples = 512, 256, 16
+    model = nn.Sequential([nn.Embed(1024, width, dtype="bfloat16"), Flash(), Flash(), nn.Dense(1024, dtype="bfloat16")])
+
+    def loss_fn(params, batch):
+        return cross_entropy(model.apply(params, batch[:, :-1]), batch[:, 1:])
+
+    def init(key):
+        return model.init(key, jnp.zeros((1, length), int))
+
+    tokens = shape(examples, length + 1, dtype="int32")
+    pipe = pipeline(Model(loss_fn, None, tokens), 2)
+    state = pipe.abstract_state(init, jax.random.key(0), tokens)
+    programs = pipe.programs(state, tokens)
+    forward = 2 * 2 * (examples // MICROBATCHES * 4) * (length * (length + 1) // 2) * 256
+    for row in programs.of("F").rows + programs.of("B").rows:
+        by_cudnn = sum(sum(kernel.products.values()) for kernel in row.kernels if kernel.by == "cuDNN")
+        assert by_cudnn == forward * (Kind.F in row.kinds) + forward * 5 // 2 * (Kind.B in row.kinds), row.name
+    assert not [row.residuals for row in programs if any("256,256]" in kept.shape for kept in row.residuals)]  # no scores
+    assert pipe.forecast(state, tokens).bound.products.keys() == {"bfloat16"}
+    with pytest.raises(RuntimeError, match="cuDNN"):
+        jax.eval_shape(init, jax.random.key(0))  # JAX is as it was
+
+
+def test_what_a_gpu_has_no_attention_by_cudnn_for_is_refused():
+    def loss_fn(params, batch):
+        q = batch["q"] * params["scale"]
+        return jax.nn.dot_product_attention(q, q, q, implementation="cudnn").astype("float32").mean()
+
+    batch, params = {"q": shape(8, 64, 4, 64, dtype="bfloat16")}, {"scale": shape(dtype="bfloat16")}
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=1, num_microbatches=2, devices=jaxpp.target("t4"))
+    with pytest.raises(jaxpp.errors.ArgumentError, match="attention by cuDNN is for GPUs of compute capability 8"):
+        pipe.forecast(params, batch)

@@ -710,7 +710,9 @@ def test_without_orbax_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(bank_files, "importlib", type("importlib", (), {"import_module": staticmethod(missing)}))
     calls = [lambda: bank.save(tmp_path), lambda: bank.restore(tmp_path, {}), lambda: bank.prune(tmp_path, [])]
     for call in calls:
-        with pytest.raises(BankError, match=r'(?s)Orbax, which is not installed.*Fix: pip install "jaxpp\[checkpoint\]"\.'):
+        with pytest.raises(
+            BankError, match=r'(?s)Orbax, which is not installed.*Fix: pip install -e "\.\[checkpoint\]" in the checkout of jaxpp\.'
+        ):
             call()
 
 

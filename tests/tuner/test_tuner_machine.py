@@ -150,7 +150,7 @@ OTHER_TEXTS = ["", "{", "[]", '{"kind": "something else", "found": {}}']
 
 
 @pytest.mark.parametrize(
-    "text", ['{"kind": "jaxpp tune 5", "found": 3}', *(pytest.param(text, marks=pytest.mark.long) for text in OTHER_TEXTS)]
+    "text", ['{"kind": "jaxpp tune 7", "found": 3}', *(pytest.param(text, marks=pytest.mark.long) for text in OTHER_TEXTS)]
 )
 @pytest.mark.long
 def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(tmp_path, text):
@@ -161,7 +161,7 @@ def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(tmp_path, text):
     machine = devices(tmp_path)
     assert machine.remark.startswith(f"{file} is ignored, and will be written anew: ")
     assert machine.peaks(candidate) == peaks
-    assert json.loads(file.read_text())["kind"] == "jaxpp tune 5"
+    assert json.loads(file.read_text())["kind"] == "jaxpp tune 7"
     assert list(tmp_path.iterdir()) == [file]
     assert devices(tmp_path).remark == ""
 

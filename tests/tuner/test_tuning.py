@@ -1,5 +1,6 @@
 """``jaxpp.tune``: its arguments, what it hands to the machine, and the pipeline that comes of it."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +69,15 @@ WRONG = [
     {"bank": "bank"},
     {"hbm": "1023KiB"},
 ]
+
+
+def test_the_arguments_of_init_are_not_those_of_tune(machine):
+    with pytest.raises(ArgumentError, match="tune takes the batch before the key") as error:
+        jaxpp.tune(loss_fn, OPTIMIZER, init, jax.random.key(0), BATCH)
+    assert "Got: a function, a key, an array f32[24,8].\n  Fix: call jaxpp.tune(..., init_fn, batch, key)" in str(error.value)
+    with pytest.raises(ArgumentError, match="tune takes the function that makes the parameters"):
+        jaxpp.tune(loss_fn, OPTIMIZER, nn.Dense(2), BATCH)
+    assert not hasattr(machine, "machine")
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)

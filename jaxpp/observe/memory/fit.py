@@ -18,10 +18,10 @@ from functools import cached_property
 
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import FitError
+from jaxpp.lowering.builder import Name
 from jaxpp.observe.evaluate import CandidateSearch, step_seconds
-from jaxpp.observe.memory.forecast import Forecast, again_of, forecast, forecast_of
+from jaxpp.observe.memory.forecast import Forecast, again_of, check_room, forecast, forecast_of
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, liveness_in_flow, step_liveness
-from jaxpp.plan.builder import Name
 from jaxpp.runtime.measure import action_times, copy_times
 from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.schedule.costs import StepCosts
@@ -61,6 +61,7 @@ def fit(engine: Engine, batch: Batch, key: Key | None, waiting: Sequence[Name] =
     room = engine.options.hbm
     if room is None:
         return Fit(engine)
+    check_room(engine.options.devices, room)
     search = _Search(engine, batch, key, waiting, room)
     held = search.parameters()
     if max(held.values()) > room:
@@ -84,12 +85,9 @@ def fit(engine: Engine, batch: Batch, key: Key | None, waiting: Sequence[Name] =
 
 
 def _with_more_on_the_host(search: "_Search", reason: str) -> tuple[Fit | None, dict[str, int]]:
-    """The first that fits of the same pipeline with more of its state in host memory; or what each leaves on the fullest device.
-
-    Not all pipelines have a state that can wait: that beside the sets of a bank cannot.
-    """
+    """The first that fits of the same pipeline with more of its state in host memory; or what each leaves on the fullest device."""
     first, tried = search.first, dict[str, int]()
-    for host in [] if first.layout.num_own else [options.host for options in first.options.hosted()]:
+    for host in [options.host for options in first.options.hosted()]:
         other = _Search(first.with_host(host), search.batch, search.key, search.waiting, search.room)
         best = other.fitting()
         if best is not None:

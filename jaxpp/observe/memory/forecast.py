@@ -18,9 +18,12 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.outcome import Purpose
 from jaxpp.errors import ArgumentError, JaxppError
+from jaxpp.lowering.builder import Name
 from jaxpp.observe.bound import StepBound, bound_of
 from jaxpp.observe.evaluate import CandidateSearch, step_seconds
 from jaxpp.observe.memory.liveness import (
@@ -33,8 +36,7 @@ from jaxpp.observe.memory.liveness import (
     step_liveness,
 )
 from jaxpp.options import Options
-from jaxpp.plan.builder import Name
-from jaxpp.runtime.place import Placement
+from jaxpp.runtime.place import Placement, devices_of
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.action import Kind
@@ -44,6 +46,7 @@ from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.registry import SCHEDULES, make, make_for_stages
 from jaxpp.stages.by_hand import scope
+from jaxpp.stages.cost import coarsest_dtype
 from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, check_batch, first_of, resized
 from jaxpp.stages.remat import Offload, Remat, offload_of, policies_of
 from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, in_bytes, table_lines, unit_of_bytes
@@ -55,7 +58,12 @@ _TRIED: Mapping[Purpose, str] = {
     "update": "microbatches, schedules, remat, twice the stages, host=",
     "forward": "smaller batches, microbatches, twice the stages",
 }
-_SHARE = 0.75  # of a GPU's memory that JAX takes unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_SHARE, _MORE = 0.75, 0.9  # of a GPU's memory that JAX takes unless this variable says otherwise, and that it may say
+_FRAGMENTED = 0.02  # of it is between arrays: an H200 counted 1 and 1.4% more than was forecast (experiments/gpu/h200-jax-0.11)
+_MARGINS: Mapping[str, int] = {"CUDA's context": 600 << 20, "NCCL": 1 << 30, "the workspace of libraries": 256 << 20}
+"""Bytes of a GPU that JAX cannot give to arrays, by what holds them: assumed. What cuBLAS and cuDNN need for a product counts as a
+temporary of its program, and this is what they hold besides."""
 _PATIENCE = 2  # seconds before a progress bar shows
 _MOST_MICROBATCHES = 256  # that are proposed: more would be parts too small to compute with, in a step that takes long to compile
 _FEWEST: Mapping[str, Remat] = {'"recompute"': "recompute", "jaxpp.Offload(recompute=True)": Offload(recompute=True)}
@@ -151,6 +159,8 @@ class Forecast:
         stages: what each stage takes at the peak of its device.
         moments: the line that runs at the peak of each device.
         hbm: bytes that each device has; None if that is not known.
+        share: of the memory of GPUs that only compile, what JAX takes and ``hbm`` is; None where that is not how it came about.
+        remarked: what else is to be said of the numbers.
         changes: what would make it fit, the least slowdown first; empty if it fits, or if nothing that was tried fits.
         tried: what was looked at, in words.
         bound: the least time of a step on these devices; None where their numbers are not known (``jaxpp.targets``).
@@ -165,6 +175,8 @@ class Forecast:
     tried: str = _TRIED["update"]
     bound: StepBound | None = None
     source: Callable[[], Frontier] | None = field(default=None, repr=False, compare=False)
+    share: float | None = None
+    remarked: tuple[str, ...] = ()
 
     def frontier(self) -> Frontier:
         """What each way to keep residuals costs: ``remat="keep"``, ``"least"``, shares of it, ``"recompute"`` and ``"offload"``.
@@ -242,16 +254,24 @@ class Forecast:
         if self.liveness.unknown:
             where, few = ", ".join(map(device_name, self.liveness.unknown)), "this process has fewer devices than a rank there"
             lines.append(f"temporaries of {where} are not known here and not counted: {few}")
-        lines += [] if self.bound is None else self.bound.lines()
-        if self.hbm is None:
-            return lines
+        lines += [*self.remarked, *([] if self.bound is None else self.bound.lines())]
+        return lines if self.hbm is None else [*lines, *self._whether_it_fits(self.hbm)]
+
+    def _whether_it_fits(self, room: int) -> list[str]:
         worst = max(self.peaks, key=self.peaks.__getitem__)
-        need = f"{device_name(worst)} needs {in_bytes(self.peaks[worst])} of {in_bytes(self.hbm)}"
+        need = f"{device_name(worst)} needs {in_bytes(self.peaks[worst])} of {in_bytes(room)}"
         if self.fits:
-            return [*lines, f"it fits: {need}"]
+            return [f"it fits: {need}{self._of_all(worst)}"]
         kinds = list(map(sum, zip(*((*row.kinds, row.temporaries) for row in self.stages if row.device == worst), strict=True)))
         most = max(range(len(kinds)), key=kinds.__getitem__)
-        lines.append(f"it does not fit: {need}, most of that {(*MEMORY_KINDS, 'temporaries')[most]} ({in_bytes(kinds[most])})")
+        lines = [f"it does not fit: {need}, most of that {(*MEMORY_KINDS, 'temporaries')[most]} ({in_bytes(kinds[most])})"]
+        numbers = target_of(devices_of(worst)[0])
+        larger = 0 if self.share is None or numbers is None else _room_at(_MORE, numbers.memory)
+        enough = self.peaks[worst] <= larger
+        if self.share is not None:
+            lines.append(f"the room is {self._of_all(worst).removeprefix(', ')}")
+        if enough:
+            lines.append(f"{_FRACTION}={_MORE} alone makes it fit: the room is then {in_bytes(larger)}")
         for change in (change for change in self.changes[:_MOST] if change.moved):
             copies = f"the copies to the host and back, of {in_bytes(change.moved)} for each microbatch of a stage"
             lines.append(f"{change.what}: that time is without {copies}; they delay nothing if each is shorter than an action")
@@ -261,8 +281,20 @@ class Forecast:
             )
             lines.append(f"{change.what}: {left}, {_copied(change.visiting)} a device in a step, which other work may hide")
         if not self.changes:
-            lines.append(f"nothing that was looked at fits ({self.tried}): use more devices")
+            els, fix = (" else", "") if enough else ("", ": use more devices")
+            lines.append(f"nothing{els} that was looked at fits ({self.tried}){fix}")
         return lines
+
+    def _of_all(self, device: Device) -> str:
+        """Why there is no more room than there is, on GPUs whose memory is known and of which nobody said how much there is."""
+        numbers = target_of(devices_of(device)[0])
+        if self.share is None or numbers is None:
+            return ""
+        why = f"that {_FRACTION} says" if _FRACTION in os.environ else f"that JAX takes unless {_FRACTION} says otherwise"
+        beside = ", ".join(f"{in_bytes(size)} for {name}" for name, size in _MARGINS.items())
+        small = f", but for {_FRAGMENTED:.0%} that fragments"
+        short = f", and for what it must leave ({beside})" * (_room_at(1.0, numbers.memory) <= _room_at(self.share, numbers.memory))
+        return f", the {self.share:.0%} of {in_bytes(numbers.memory)} {why}{small}{short}"
 
     def _changes(self) -> list[list[str]]:
         head = ["what should fit (estimates), the quickest first", "peak", "time"]
@@ -303,7 +335,7 @@ def forecast(
     found = forecast_of(whole, engine.placement, room)
     if base is None and advise:
         source = cache(partial(frontier_of, engine, batch, key)) if purpose == "update" else None
-        found = dataclasses.replace(found, bound=bound_of(engine, batch, key, purpose), source=source)
+        found = dataclasses.replace(found, bound=bound_of(engine, batch, key, purpose), source=source, remarked=_remarked(engine))
     if found.fits or room is None or not advise:
         return found
     if purpose == "forward":
@@ -433,10 +465,11 @@ def _host_trials(now: Options, batch: Batch) -> Iterator[_Trial]:
     for per_rank in (each for each in _STAGES_PER_RANK if each * ranks > stages):
         with contextlib.suppress(JaxppError):  # there is no such schedule
             order = make("looped-bfs", num_ranks=ranks, num_microbatches=microbatches, stages_per_rank=per_rank)
-            words = f'"looped-bfs" with stages_per_rank={per_rank}, host="{last.host}", remat="recompute"'
-            fewest = _remat("recompute", order.num_stages, platform)
-            options = dataclasses.replace(last, schedule=order, cuts=None, **fewest)
-            yield _Trial(_HOST, f"{_stages(now, order.num_stages)} in {words}", options, batch)
+            made = f'jaxpp.schedule.make("looped-bfs", {ranks}, {microbatches}, stages_per_rank={per_rank})'
+            for way, remat in _FEWEST.items():
+                words = f'{_stages(now, order.num_stages)}, schedule={made}, host="{last.host}", remat={way}'
+                fewest = _remat(remat, order.num_stages, platform)
+                yield _Trial(_HOST, words, dataclasses.replace(last, schedule=order, cuts=None, **fewest), batch)
 
 
 def _forward_trials(engine: Engine, batch: Batch) -> Iterator[_Trial]:
@@ -464,7 +497,7 @@ def _forward_trials(engine: Engine, batch: Batch) -> Iterator[_Trial]:
 
 def _examples(options: Options, batch: Batch) -> int:
     """The examples of a batch, or of the first of microbatches."""
-    return check_batch(first_of(batch), 1, shared=options.shared, ragged=isinstance(batch, Microbatches))
+    return check_batch(first_of(batch), 1, shared=options.broadcast, ragged=isinstance(batch, Microbatches))
 
 
 def _stages(now: Options, count: int) -> str:
@@ -494,12 +527,38 @@ def forecast_of(liveness: Liveness, placement: Placement, room: int | None) -> F
         runs = liveness.stage_at(peaks[device]) == stage
         stages.append(StageMemory(stage, device, kinds, len(held), liveness.temporary(device, peaks[device]) * runs))
     moments = {device: liveness.lines[moment - 1].label for device, moment in peaks.items()}
-    return Forecast(liveness, tuple(stages), moments, room)
+    devices = [device for place in placement.places for device in place.devices]
+    is_share = room is not None and compiles_only(devices[0]) and room == reported_room(devices)
+    return Forecast(liveness, tuple(stages), moments, room, share=_share() if is_share else None)
 
 
 def room_of(engine: Engine, room: int | None) -> int | None:
     """The bytes that each device has: ``room`` if it is given, else what the devices of this process say themselves, if they do."""
-    return reported_room(engine.options.devices) if room is None else room
+    if room is None:
+        return reported_room(engine.options.devices)
+    check_room(engine.options.devices, room)
+    return room
+
+
+def _remarked(engine: Engine) -> tuple[str, ...]:
+    """What is to be said of temporaries that are those of a CPU."""
+    type_ = coarsest_dtype(engine.preparer.first_cut.loss.graph.eqns)
+    if engine.options.devices[0].platform != "cpu" or type_ != jnp.bfloat16:
+        return ()
+    other = 'devices=jaxpp.target("h100", 4) plans for GPUs with their own programs'
+    return (f"temporaries are those of programs for CPUs, which widen bfloat16 to float32 and may need twice as much; {other}",)
+
+
+def check_room(devices: Sequence[Device], room: int) -> None:
+    """Refuse more bytes than a GPU has on which programs are planned and do not run."""
+    known = {device: target_of(device) for device in devices if compiles_only(device)}
+    short = [(numbers, device) for device, numbers in known.items() if numbers is not None and numbers.memory < room]
+    if short:
+        numbers, device = min(short, key=lambda pair: pair[0].memory)
+        has = bytes_in_words(numbers.memory)
+        fix = f'pass at most hbm="{has}"; without hbm, it is the {_share():.0%} of that which JAX takes'
+        got = f"{bytes_in_words(room)}, and {device_name(device)} has {has}"
+        raise ArgumentError("hbm", "a step has no more room on a GPU than the GPU has memory", got, fix)
 
 
 def reported_room(devices: Sequence[Device]) -> int | None:
@@ -513,8 +572,17 @@ def _room_on(device: Device) -> int | None:
     if not compiles_only(device):
         return (device.memory_stats() or {}).get("bytes_limit")
     target = target_of(device)
-    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _SHARE))
-    return None if target is None else int(share * target.memory)
+    return None if target is None else _room_at(_share(), target.memory)
+
+
+def _room_at(share: float, memory: int) -> int:
+    """The bytes that arrays find where JAX takes this share of a GPU's memory, as far as others leave it."""
+    left = memory - sum(_MARGINS.values())
+    return int((1 - _FRAGMENTED) * max(0.0, min(share * memory, left)))
+
+
+def _share() -> float:
+    return float(os.environ.get(_FRACTION, _SHARE))
 
 
 def with_optimizer(engine: Engine, liveness: Liveness) -> Liveness:
@@ -526,8 +594,11 @@ def with_optimizer(engine: Engine, liveness: Liveness) -> Liveness:
     return dataclasses.replace(liveness, lives=(*liveness.lives, *here), hosted=(*liveness.hosted, *there))
 
 
+_LEAST_ROOM = 4096  # bytes below which a number was meant in a larger unit, as 24 or 80 are
+
+
 def parse_bytes(size: float | str) -> int:
-    """The bytes of a size as people write sizes; an ArgumentError if it is none, or less than a byte.
+    """The bytes of a size as people write sizes; an ArgumentError if it is none, or so small that its unit was forgotten.
 
     Example:
         >>> parse_bytes("1.5 KiB"), parse_bytes("80GB"), parse_bytes(4096)
@@ -540,6 +611,9 @@ def parse_bytes(size: float | str) -> int:
     if isinstance(size, bool) or room < 1:
         rule = "a size is a number of bytes, at least 1, or a number with a unit"
         raise ArgumentError(f"hbm={size!r}", rule, repr(size), 'pass for example "80GiB"')
+    if room < _LEAST_ROOM and found and found[2] is None:
+        rule, got = "a size without a unit is a number of bytes, and no device has so few", f"hbm={size!r}, {room} bytes"
+        raise ArgumentError(f"hbm={size!r}", rule, got, f'write the unit: hbm="{float(found[1]):g}GiB"')
     return room
 
 

@@ -14,10 +14,10 @@ import jax
 
 from jaxpp.engine.engine import Engine, Purpose
 from jaxpp.engine.outcome import LoweredStep
+from jaxpp.lowering.builder import CALLER, Name
+from jaxpp.lowering.plan import Instruction, Plan
+from jaxpp.lowering.step import Leaves
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, memory_kind, step_liveness
-from jaxpp.plan.builder import CALLER, Name
-from jaxpp.plan.plan import Instruction, Plan
-from jaxpp.plan.step import Leaves
 from jaxpp.runtime.place import devices_of
 from jaxpp.runtime.processes.here import is_here
 from jaxpp.schedule.action import Kind

@@ -21,12 +21,14 @@ from jaxtyping import Int
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import LoweredStep, Purpose
-from jaxpp.plan.builder import CALLER, MemoryCopy, Name
+from jaxpp.lowering.builder import CALLER, MemoryCopy, Name
 from jaxpp.runtime.bind import Bound, BoundLine, Shapes, compile_lines
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.place import Place, Placement
 from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.schedule.action import Action, Kind
+from jaxpp.stages.estimate import temporary_bytes
+from jaxpp.stages.graph import trace
 from jaxpp.stages.program import Role
 from jaxpp.types import Aval, Batch, Device, Tree
 
@@ -225,6 +227,27 @@ def liveness_of_all(engine: Engine, batch: Batch, key: Tree, purpose: Purpose = 
     bound = dataclasses.replace(whole.bound, chosen={**chosen, **(whole.bound if own is None else own).chosen})
     liveness = step_liveness(engine, dataclasses.replace(whole, bound=bound))
     return liveness_in_flow(dataclasses.replace(liveness, temporaries=extra, unknown=tuple(unknown)), whole)
+
+
+def estimated_liveness(engine: Engine, batch: Batch, key: Tree, known: Needs) -> Liveness:
+    """As ``liveness_of_all``, with temporaries estimated from equations, which are added to ``known``; nothing is compiled.
+
+    Programs of the same roles and shapes are taken to need the same: those of stages with as many layers.
+    """
+    lowered = engine.lower("update", batch, key)
+    extra = list[int]()
+    for line in lowered.bound.lines:
+        program, needs = line.program, 0
+        if program is not None and line.action is not None:
+            alike = [str((ref.role, aval.shape, aval.dtype)) for ref, aval in zip(program.inputs, program.avals, strict=True)]
+            does = line.action.kind, line.fused is None, *alike, *(ref.role for ref in program.outputs)
+            if does not in known:
+                graph, _ = trace(program.function, *program.avals, opened=True, env=program.env)
+                known[does] = temporary_bytes(graph.eqns, graph.outputs)
+            needs = known[does] // line.place.num_shards
+        extra.append(needs)
+    liveness = dataclasses.replace(step_liveness(engine, lowered), temporaries=tuple(extra))
+    return liveness_in_flow(liveness, lowered)
 
 
 def liveness_in_flow(liveness: Liveness, lowered: LoweredStep) -> Liveness:

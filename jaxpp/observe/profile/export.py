@@ -11,7 +11,7 @@ from jaxpp.observe.profile.spans import Span
 _COMPUTE, _ARRIVALS, _HOST, _COPIES = 0, 1, 2, 3
 _NUMBERS = (
     "seconds step_seconds bubble_fraction simulated_seconds simulated_bubble_fraction trace_cost beside clock missing "
-    "host_seconds latencies num_processes clock_error"
+    "host_seconds lanes latencies num_processes clock_error"
 ).split()
 
 _STYLE = """

@@ -31,6 +31,7 @@ from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, t
 from jaxpp.types import Device
 
 Clock = Literal["trace", "isolated"]  # which times the numbers are of
+_SLOWED = 1.25  # times as long as others from which on a step that was traced is said to be slowed
 
 
 class Causes(NamedTuple):
@@ -40,7 +41,8 @@ class Causes(NamedTuple):
     imbalance: float  # what stages that differ add
     transfer: float  # what transfers add that nothing hides
     dispatch: float  # what waiting for the host adds
-    optimizer: float  # the rest of the step: splitting the batch before, summing tied gradients and the optimizer after
+    optimizer: float  # what no rank computes beside: summing tied gradients, the optimizer, its scalars that cross
+    other: float  # what none of these explains: splitting the batch before, an action that began late on this machine
 
 
 class ForwardCauses(NamedTuple):
@@ -74,6 +76,7 @@ class RingPass(NamedTuple):
     is_prompt: bool  # whether it is a chunk of a prompt, run for one sequence alone
     awaits: int  # the number of the pass whose token it takes; -1 if it takes none
     beside: int = 0  # how many passes before it run side by side with it, as each stage's parameters come for all of them at once
+    num_prompts: int = 0  # how many prompts are prefilled at once, each on a carry of its own; 0 if it is of none
 
 
 class Curve(NamedTuple):
@@ -97,13 +100,16 @@ class Profile(Drawn):
         isolated: every instruction on devices of their own, as long as it takes alone.
         clock: which of the two the numbers are of: ``"trace"`` or ``"isolated"``.
         step_seconds: the length of each step that was traced.
-        trace_cost: a traced step over one that is not: the ratio of the medians.
+        trace_cost: a traced step over one that is not: the ratio of the medians. The profiler notes each operation, and so slows
+            programs of many small ones, such as loops, on some devices more than on others; above 1.25 the title says so.
         ledger: what memory held.
         missing: what the trace of this backend lacks, so that the results were asked for instead and starts are inferred; or empty.
         num_processes: how many processes ran the step and tell of it.
         clock_error: seconds by which times of different processes may be wrong beside each other.
         passes: of a generation, what each pass was; their numbers stand in the actions in place of microbatches.
         offloaded: the residuals that waited in host memory, if residuals did.
+        lanes: where a thread for each rank hands over what nobody looks at, the seconds of the host in the step that was traced,
+            and that one thread handed over, by the thread whose they would have been.
     """
 
     schedule: Schedule
@@ -119,6 +125,7 @@ class Profile(Drawn):
     clock_error: float = 0.0
     passes: tuple[RingPass, ...] = ()
     offloaded: tuple[Offloaded, ...] = ()
+    lanes: tuple[float, ...] = ()
 
     @property
     def num_groups(self) -> int | None:
@@ -257,8 +264,23 @@ class Profile(Drawn):
         equal = {action: _mean(times[alike[action]]) for action in durations}
         found = idle_causes(rows, self.schedule.stage_to_rank, self.measured, equal, busy, self.seconds, self.awaited)
         rests = (self.seconds - time - sum(idle) for idle, time in zip(found, busy, strict=True))
-        made = RingCauses if self.passes else ForwardCauses if self.schedule.forward_only else Causes
-        return tuple(made._make(map(float, (*idle, rest))) for idle, rest in zip(found, rests, strict=True))
+        if self.schedule.forward_only:
+            made = RingCauses if self.passes else ForwardCauses
+            return tuple(made._make(map(float, (*idle, rest))) for idle, rest in zip(found, rests, strict=True))
+        updating = self._updating
+        pairs = ((idle, rest, min(max(0.0, rest), updating)) for idle, rest in zip(found, rests, strict=True))
+        return tuple(Causes._make(map(float, (*idle, own, rest - own))) for idle, rest, own in pairs)
+
+    @property
+    def _updating(self) -> float:
+        """Seconds in which no rank ran an action, and the optimizer ran, or what it needs: what follows an action of its rank."""
+        acting, updating, acted = list(self.actions.values()), list[Span](), set[int]()
+        for span in self.shown:
+            if span.action is not None and not span.sends:
+                acted.add(span.rank)
+            elif span.action is None and span.rank in acted:
+                updating.append(span)
+        return covered([*acting, *updating]) - covered(acting)
 
     @cached_property
     def memory(self) -> tuple[Curve, ...]:
@@ -282,6 +304,8 @@ class Profile(Drawn):
         how, count = "watched, starts inferred" if self.missing else "traced", len(set(self.devices))
         if count < len(self.devices):
             how += f", {len(self.devices)} ranks on {count} device{'s' * (count > 1)}"
+        if self.trace_cost > _SLOWED:
+            how += f" ({self.trace_cost:.2g} times as long as other {self.noun}s)"
         return {"trace": how, "isolated": "each program alone, on devices of its own"}
 
     def drawing(self) -> Drawing:
@@ -347,15 +371,21 @@ class Profile(Drawn):
         """What else there is to say, a line each; warnings come last."""
         compute, transfer, rest = self.shares
         other = dataclasses.replace(self, clock="trace" if self.clock == "isolated" else "isolated")
-        what, ideal, step = "passes" if self.passes else "microbatches", self.simulated_bubble_fraction, _milli(self.seconds)
-        cost = f"a {self.noun} that is traced takes {self.trace_cost:.2f} of one that is not"
+        ideal = self.simulated_bubble_fraction
         lines = [
             f"milliseconds; compute {compute:.1%}, waiting for transfers {transfer:.1%}, the rest of the bubble {rest:.1%}",
             f"the actions alone, on the virtual clock: {_milli(self.simulated_seconds)} ms, bubble {ideal:.1%}",
             f"{other.titles[other.clock]}: {_milli(other.seconds)} ms, bubble {other.bubble_fraction:.1%}",
-            f"host: {1e6 * self.host_seconds:.0f} us an action, its sends included; {cost}",
-            f"{what} were on their way for {_milli(sum(self.latencies))} ms together, in a {self.noun} of {step} ms",
+            f"host: {1e6 * self.host_seconds:.0f} us an action, its sends included",
         ]
+        if self.lanes:
+            lines[-1] += f"; one thread handed over the {self.noun} that was traced, in {_milli(sum(self.lanes))} ms"
+            others = f"other {self.noun}s have a thread for each rank"
+            lines.append(f"{others}, of which the longest would take {_milli(max(self.lanes))} ms at least")
+        if self.trace_cost > _SLOWED:
+            slows = "" if self.missing else ": JAX's profiler notes each operation, and slows small ones, as in loops"
+            others = "others, which threads hand over" if self.lanes else "others"
+            lines.append(f"the {self.noun} that was traced took {self.trace_cost:.2g} times as long as {others}{slows}")
         if self.passes:
             made, chunks = sum(each.num_made for each in self.passes), sum(each.is_prompt for each in self.passes)
             rate = f"{made / self.seconds:,.0f} tokens a second"

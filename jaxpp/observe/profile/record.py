@@ -1,20 +1,23 @@
 """Running steps, or forwards, under JAX's profiler, and making a ``Profile`` of what the trace says.
 
 Some steps run as they are; the trace says when each program ran, and the host's stamps when each instruction was handed over. In
-more steps the host waits for each instruction, so every program takes the time that it would take on a device of its own. Where the
-trace of a backend lacks something, the results are polled instead (``Watch``), which cannot see when a program began. Several
-processes (``AllProcesses``) tell each other what they saw, on the clock of process 0, and all make the same steps of it. A send
-between processes is handed over by both sides: it begins no earlier than either, and is done when the receiver has it.
+more steps the host waits for each instruction, so every program takes the time that it would take on a device of its own. Such
+steps run without the tracer too, from the call of each program until its results are ready: the tracer notes every operation, and
+slows a program with a loop inside several times, while that call takes longer than a tiny program. The less of the two counts.
+Where the trace of a backend lacks something, the results are polled instead (``Watch``), which cannot see when a program began.
+Several processes (``AllProcesses``) tell each other what they saw, on the clock of process 0, and all make the same steps of it. A
+send between processes is handed over by both sides: it begins no earlier than either, and is done when the receiver has it.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import statistics
 import tempfile
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -25,14 +28,23 @@ from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import LoweredStep
 from jaxpp.engine.tail import Tail
 from jaxpp.errors import ArgumentError, shown
+from jaxpp.lowering.builder import CALLER, Flow, Name
+from jaxpp.lowering.plan import About, Instruction, Plan
+from jaxpp.lowering.step import Leaves
 from jaxpp.observe.memory.ledger import Ledger, Sample, homes_of, sample_step
 from jaxpp.observe.memory.liveness import Gathered, Life, Liveness, liveness_in_flow, step_liveness
 from jaxpp.observe.profile.profile import Clock, Profile, RingPass
-from jaxpp.observe.profile.spans import Span, Stamp, beginning, durations_of, isolated_spans, traced_spans, watched_spans
+from jaxpp.observe.profile.spans import (
+    Span,
+    Stamp,
+    beginning,
+    durations_of,
+    isolated_spans,
+    traced_spans,
+    typical,
+    watched_spans,
+)
 from jaxpp.observe.profile.trace import STEP, DamagedTraceError, Run, TraceError, matched, read_runs
-from jaxpp.plan.builder import CALLER, Flow, Name
-from jaxpp.plan.plan import About, Instruction, Plan
-from jaxpp.plan.step import Leaves
 from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.execute import Observer
 from jaxpp.runtime.interrupts import held
@@ -45,7 +57,7 @@ from jaxpp.schedule.validate import check_counts
 from jaxpp.types import Array, Batch, Device, Key, Leaf, Tree
 
 _WARM_UP = 3  # steps that do not count: the first find the caches of other programs
-_ALONE = 3  # steps in which each program runs alone
+_ALONE = 3  # steps in which each program runs alone, with the tracer and without it
 _SHORTEST_PAUSE, _LOOKS = 5e-5, 300  # seconds; about how often to look in a step: looking takes time from small machines
 
 
@@ -58,14 +70,21 @@ class SeenStep(NamedTuple):
     runs: tuple[Run | None, ...] = ()  # of each line the run of its program; None for a send, and empty without a trace
     seconds: tuple[float, ...] = ()  # how long each line took, if each waited for the one before
 
-    def timed(self) -> "SeenStep":
-        """With the seconds of each line: of a program by the trace, of the rest, such as sends, by the host's clock."""
-        pairs = zip(self.stamps, self.runs or [None] * len(self.stamps), strict=True)
-        return self._replace(seconds=tuple(_seconds(stamp) if run is None else run.end - run.start for stamp, run in pairs))
+    def timed(self, plan: Plan) -> "SeenStep":
+        """With the seconds of each line: of a program by the trace, or from its call until its results were there."""
+        runs = self.runs or [None] * len(self.stamps)
+        seen = zip(plan.instructions, self.stamps, runs, strict=True)
+        return self._replace(seconds=tuple(_seconds(*each) for each in seen))
 
 
-def _seconds(stamp: Stamp) -> float:
-    """From when the host (of two, the last) went on to when the result was there."""
+def _seconds(line: Instruction, stamp: Stamp, run: Run | None) -> float:
+    if run is not None:
+        return run.end - run.start
+    return stamp.done - stamp.begun if line.about.program else _sent(stamp)
+
+
+def _sent(stamp: Stamp) -> float:
+    """Of a send or a copy: from when the host (of two, the last) went on to when the result was there."""
     return max(0.0, stamp.done - max(stamp.handed, stamp.asked))
 
 
@@ -123,7 +142,7 @@ class AllProcesses:
             mine, took = ([told[k][what][self._places[k][number]] for k in owners if told[k][what]] for what in ("runs", "seconds"))
             there = [run for run in mine if run is not None]
             runs.append(Run(min(run[0] for run in there), max(run[1] for run in there)) if there else None)
-            seconds.append(_seconds(stamps[-1]) if givers else max(took, default=0.0))
+            seconds.append(_sent(stamps[-1]) if givers else max(took, default=0.0))
         return SeenStep(begun, ended, tuple(stamps), tuple(runs) if all(each["runs"] for each in told) else (), tuple(seconds))
 
     def _of(self, number: int, line: BoundLine) -> tuple[list[int], list[int]]:
@@ -264,6 +283,7 @@ class Work:
     plan: Plan  # of everything that a run hands over
     schedule: Schedule  # the order of its actions
     passes: Sequence[RingPass] = ()  # of a generation
+    lanes: Sequence[int] = ()  # of each line, which thread hands it over if nobody looks; empty if one hands over all
 
     def run(self, observer: Observer | None = None, *, watched: bool = False) -> Tree:
         """Hand everything over once; returns what to wait for."""
@@ -286,6 +306,7 @@ class Steps(Work):
         self.batch, self.key = batch, key
         self.leaves, self.schedule = engine.copy(leaves), engine.options.schedule
         self.plan, _ = engine.plan("update", batch, key)
+        self.lanes = [turn.lane for turn in self.plan.turns]
 
     def run(self, observer: Observer | None = None, *, watched: bool = False) -> Tree:
         """Hand a step over; the norm of the gradients is waited for too, or its program would run in the next step."""
@@ -308,7 +329,9 @@ class Flowing(Steps):
     def __init__(self, engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, num_steps: int):
         super().__init__(engine, leaves, batch, key)
         self._num_steps = num_steps
-        self.plan = self.watched_plan(watched=False)
+        one, lowered = engine.plan("update", batch, key)
+        order = cast("Flow", lowered.bound.flow).lines(num_steps)
+        self.plan, self.lanes = self.watched_plan(watched=False), [one.turns[k].lane for _, k in order if one.turns]
         name, owner = self.engine.options.schedule.name, self.engine.options.schedule.stage_to_rank
         self.schedule = schedule_of(self.plan, owner, f"{name}, {num_steps} steps in flow")
 
@@ -343,7 +366,8 @@ class Forwards(Work):
         self.keys: list[Key | None] = [key] * num_batches
         if num_batches > 1 and key is not None:
             self.keys = [jax.random.fold_in(key, k) for k in range(num_batches)]
-        self.plan = self._joined(engine.plan("forward", batch, self.keys[0])[0])
+        one, _ = engine.plan("forward", batch, self.keys[0])
+        self.plan, self.lanes = self._joined(one), [turn.lane for turn in one.turns] * num_batches
         name = "forward" if num_batches == 1 else f"stream of {num_batches} batches"
         self.schedule = schedule_of(self.plan, engine.options.schedule.stage_to_rank, name)
 
@@ -393,7 +417,7 @@ def check_profile(clock: str | None, where: str = "pipe.profile", **counts: int)
 
 
 def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
-    """Run the work under the profiler, then look at memory; the profile is of the traced run of median length.
+    """Run the work under the profiler, then look at memory; the profile is of the most typical of the traced runs.
 
     Unless ``clock`` is given, it is isolated where devices share what they compute with. Several processes return the same profile.
     """
@@ -409,8 +433,9 @@ def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
     seen = _seen(work, num_steps)
     if all_processes is not None:
         plan, seen = all_processes.plan, all_processes.seen(seen)
-    plain, together, apart = (seen.steps[k : k + num_steps] for k in (0, num_steps, 2 * num_steps))
-    alone = durations_of(plan, [step.seconds for step in apart])
+    steps = iter(seen.steps)
+    plain, quiet, together, traced = (list(itertools.islice(steps, count)) for count in (num_steps, _ALONE, num_steps, _ALONE))
+    alone = durations_of(plan, *([step.seconds for step in apart] for apart in (quiet, traced)))
     if seen.missing:
         together, found = _watched(work, num_steps, all_processes, plan, seen.missing)
     else:
@@ -419,38 +444,49 @@ def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
     cost = statistics.median(lengths) / statistics.median(step.ended - step.begun for step in plain)
     ledger = work.ledger()
     ledger = ledger if all_processes is None else all_processes.ledger(ledger)
-    median = sorted(range(num_steps), key=lengths.__getitem__)[num_steps // 2]
-    spans = found[median], isolated_spans(plan, alone, schedule)
+    chosen = typical(found)
+    spans = found[chosen], isolated_spans(plan, alone, schedule)
+    lanes = defaultdict[int, float](float)
+    for lane, stamp in zip(work.lanes, together[chosen].stamps if work.lanes else (), strict=True):
+        lanes[lane] += stamp.handed - stamp.begun
     places, shown = engine.placement.by_rank, engine.placement.ranks_shown
     shared = len(set(places)) < len(places) or places[0].devices[0].platform == "cpu"
     clock = clock or ("isolated" if shared else "trace")
     error = 0.0 if all_processes is None else seen.error
     made = {"missing": seen.missing, "num_processes": len(processes), "clock_error": error, "passes": tuple(work.passes)}
-    return Profile(schedule, shown, *spans, clock, tuple(lengths), cost, ledger, offloaded=engine.options.offloaded, **made)
+    made |= {"offloaded": engine.options.offloaded, "lanes": tuple(lanes[k] for k in sorted(lanes))}
+    return Profile(schedule, shown, *spans, clock, tuple(lengths), cost, ledger, **made)
 
 
 def _seen(work: Work, num_steps: int) -> Seen:
-    """Run the work as it is, as often under the profiler, and a few times so that each program runs alone."""
-    plain = [run_once(work)[0] for _ in range(num_steps)]
+    """Steps as they are, with each program alone, and both again under the profiler, which runs between some and the others."""
+    plain, alone = list[SeenStep](), list[SeenStep]()
+
+    def run_untraced(num_plain: int, num_alone: int) -> None:
+        plain.extend(run_once(work)[0] for _ in range(num_plain))
+        alone.extend(run_once(work, Stamps(waits=True))[0].timed(work.plan) for _ in range(num_alone))
+
+    run_untraced(num_steps - num_steps // 2, _ALONE - _ALONE // 2)
     observers = [Stamps(waits=k >= num_steps) for k in range(num_steps + _ALONE)]
     with tempfile.TemporaryDirectory() as folder:
         with _session(folder):
             found = [run_once(work, stamps) for stamps in observers]
+        run_untraced(num_steps // 2, _ALONE // 2)
         try:
             read = read_runs(Path(folder))
             runs = matched(work.plan, read, len(found))
         except (TraceError, FileNotFoundError) as error:
-            return Seen((*plain, *(step.timed() for step, _ in found)), str(error), 0.0)
+            return Seen((*plain, *alone, *(step.timed(work.plan) for step, _ in found)), str(error), 0.0)
     clocks = [  # the error and the seconds from the clock of the trace to that of the host, which knows between when a step began
         ((window.end - window.start) / 2, (window.start + window.end) / 2 - begun)
         for (_, window), begun in zip(found, read.steps, strict=True)
     ]
     error, offset = min(clocks)
     traced = [
-        step._replace(runs=tuple(run and Run(*(time + begun + offset for time in run)) for run in each)).timed()
+        step._replace(runs=tuple(run and Run(*(time + begun + offset for time in run)) for run in each)).timed(work.plan)
         for (step, _), begun, each in zip(found, read.steps, runs, strict=True)
     ]
-    return Seen((*plain, *traced), "", error)
+    return Seen((*plain, *alone, *traced), "", error)
 
 
 def _from_zero(step: SeenStep) -> list[Run | None]:
@@ -606,10 +642,10 @@ def join_liveness(parts: Sequence[Liveness]) -> Liveness:
 
 
 def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key | None = None) -> Profile:
-    """The profile of steps that were traced with ``jax.profiler.trace``, here or on another machine: that of median length.
+    """The profile of steps that were traced with ``jax.profiler.trace``, here or on another machine: of the most typical of them.
 
     Unlike ``pipe.profile`` it runs nothing. So it does not know what the host did or what memory held, and takes a program's median
-    time in the trace for the time that the program takes alone.
+    time in the trace for the time that the program takes alone, though the profiler slows programs with loops inside.
 
     Args:
         folder: what was given to ``jax.profiler.trace``; its newest trace is read.
@@ -647,7 +683,6 @@ def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key
     alone = durations_of(plan, [[0.0 if run is None else run.end - run.start for run in step] for step in found])
     steps = [traced_spans(plan, step, (), alone, schedule) for step in found]
     lengths = [max(span.end for span in spans) for spans in steps]
-    median = sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]
-    spans = steps[median], isolated_spans(plan, alone, schedule)
+    spans = steps[typical(steps)], isolated_spans(plan, alone, schedule)
     ledger, ranks = Ledger(step_liveness(engine, lowered), (), {}), engine.placement.ranks_shown
     return Profile(schedule, ranks, *spans, "trace", tuple(lengths), 1.0, ledger, offloaded=engine.options.offloaded)

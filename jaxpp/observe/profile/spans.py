@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, cast
 
+from jaxpp.lowering.builder import MemoryCopy
+from jaxpp.lowering.plan import Instruction, Plan
 from jaxpp.observe.profile.trace import Run
-from jaxpp.plan.builder import MemoryCopy
-from jaxpp.plan.plan import Instruction, Plan
 from jaxpp.schedule.action import Action
 from jaxpp.schedule.base import Schedule
 from jaxpp.types import Device
@@ -54,15 +54,45 @@ def covered(spans: Iterable[Span]) -> float:
     return total
 
 
-def durations_of(plan: Plan, steps: Sequence[Sequence[float]]) -> list[float]:
-    """The seconds that each instruction takes alone: the median over ``steps``, and over all that run the same program."""
-    pools: defaultdict[Hashable, list[float]] = defaultdict(list)
-    keys = [id(line.call) if line.about.program else (line.label, k) for k, line in enumerate(plan.instructions)]
-    for step in steps:
-        for key, taken in zip(keys, step, strict=True):
-            pools[key].append(taken)
-    medians = {key: statistics.median(taken) for key, taken in pools.items()}
-    return [medians[key] for key in keys]
+def durations_of(plan: Plan, *ways: Sequence[Sequence[float]]) -> list[float]:
+    """The seconds that each instruction takes alone: the median over steps, and over all instructions that do the same.
+
+    Each of ``ways`` is to time the instructions of some steps, and adds something of its own: a tracer slows loops down, and from
+    call to ready the host takes its part. So what an instruction takes is the least of the medians.
+    """
+    keys, found = _alike(plan), list[list[float]]()
+    for steps in ways:
+        pools: defaultdict[Hashable, list[float]] = defaultdict(list)
+        for step in steps:
+            for key, taken in zip(keys, step, strict=True):
+                pools[key].append(taken)
+        medians = {key: statistics.median(taken) for key, taken in pools.items()}
+        found.append([medians[key] for key in keys])
+    return [min(times) for times in zip(*found, strict=True)]
+
+
+def _alike(plan: Plan) -> list[Hashable]:
+    """What is equal for instructions that run the same program, or move what the same program made to the same stage."""
+    made, keys = dict[int, Hashable](), list[Hashable]()
+    for number, line in enumerate(plan.instructions):
+        about, moved = line.about, tuple(made.get(slot) for slot in line.inputs)
+        if about.program:
+            keys.append(id(line.call))
+        else:
+            keys.append((about.stage, about.copies, moved) if moved and all(moved) else (line.label, number))
+        made.update((slot, (keys[-1], k)) for k, slot in enumerate(line.outputs))
+    return keys
+
+
+def typical(steps: Sequence[Sequence[Span]]) -> int:
+    """Which of several runs of the same instructions to show: the one whose instructions end nearest to their medians.
+
+    A run of median length may have been held up among its forwards, and been quick afterwards.
+    """
+    ends = [[span.end for span in spans] for spans in steps]
+    usual = [statistics.median(times) for times in zip(*ends, strict=True)]
+    away = [sum(abs(end - at) for end, at in zip(mine, usual, strict=True)) for mine in ends]
+    return away.index(min(away))
 
 
 def line_times(

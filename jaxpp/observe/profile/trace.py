@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jax.profiler import ProfileData
 
-from jaxpp.plan.plan import Plan
+from jaxpp.lowering.plan import Plan
 from jaxpp.runtime.place import devices_of
 from jaxpp.runtime.processes.here import is_here
 

@@ -194,7 +194,7 @@ def array_handler() -> Any:
     try:
         ocp = importlib.import_module("orbax.checkpoint")
     except ImportError as error:
-        fix = 'pip install "jaxpp[checkpoint]"'
+        fix = 'pip install -e ".[checkpoint]" in the checkout of jaxpp'
         raise StateError("jaxpp.array_handler()", "states are saved by Orbax, which is not installed", str(error), fix) from error
     registered = ocp.type_handlers.get_type_handler(jax.Array)
     if jax.process_count() == 1 or isinstance(registered, _ByHolders):

@@ -44,7 +44,9 @@ def has_matplotlib() -> bool:
 def matplotlib_module(module: str) -> Any:
     """A module of matplotlib, or an error that says how to install it."""
     if not has_matplotlib():
-        raise ImportError('figures need matplotlib, which is not installed. Fix: pip install "jaxpp[figures]"')
+        raise ImportError(
+            'figures need matplotlib, which is not installed. Fix: pip install -e ".[figures]" in the checkout of jaxpp'
+        )
     return importlib.import_module(f"matplotlib.{module}")
 
 
@@ -258,10 +260,10 @@ def _largest(letters: int, wide: float, high: float) -> float:
     return min((wide - 1.5) / (0.64 * letters), (high - 1.5) / 0.75)
 
 
-def number_points(axes: Axes, points: Sequence[tuple[float, float]]) -> None:
-    """Write 1, 2, ... beside points of axes, each where no number is written yet, as near as can be."""
+def number_points(axes: Axes, points: Sequence[tuple[float, float]], first: int = 1) -> None:
+    """Write ``first``, the next, ... beside points of axes, each where no number is written yet, as near as can be."""
     written: list[tuple[float, float]] = []
-    for number, point in enumerate(points, 1):
+    for number, point in enumerate(points, first):
         x, y = axes.transData.transform(point) * 72 / axes.figure.dpi
         free = (place for place in _AROUND if all(math.dist((x + place[0], y + place[1]), at) > 12 for at in written))
         across, up = next(free, _AROUND[0])

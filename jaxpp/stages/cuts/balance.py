@@ -7,7 +7,6 @@ A second trace of the model (another batch shape, an evaluation loss) is cut whe
 """
 
 import bisect
-import difflib
 import re
 from collections.abc import Callable, Sequence
 
@@ -16,8 +15,10 @@ from jax.extend.core import JaxprEqn
 from jaxtyping import Float, Int
 
 from jaxpp.errors import CutError
+from jaxpp.errors.keywords import spelt
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.head import head_of
+from jaxpp.stages.graph import descendants
 from jaxpp.stages.jaxpr import aval_of, inner_jaxprs, kind_of, multiplies, scan_of, variables
 from jaxpp.stages.loss.traced_loss import STATE_RULE, TracedLoss
 from jaxpp.stages.own_params import OWN_NAME
@@ -225,9 +226,8 @@ def resolve(loss: TracedLoss, names: Sequence[str]) -> Cuts:
     unknown = [name for name, place in zip(names, places, strict=True) if place is None]
     if unknown:
         names_there = _known_names(loss)
-        near = [match for name in unknown for match in difflib.get_close_matches(str(name), names_there, n=1)]
         rule, got = "a cut names a module path or a parameter prefix of the model", [repr(name) for name in unknown]
-        fix = f"write {near[0]!r}" if near else "use one of the names below"
+        fix = spelt(unknown, names_there, "use one of the names below")
         error = CutError(where, rule, got, fix, "names: " + ", ".join(names_there))
         error.unknown = tuple(unknown)
         raise error
@@ -380,6 +380,8 @@ def _remedy(loss: TracedLoss, inside: range, eqn: JaxprEqn, speeds: Sequence[flo
         other = f"update model_state {', '.join(held[:3])} where it is read, so that a stage can begin in between"
     elif inner_jaxprs(eqn):
         other = _kind_and_advice(loss, eqn)[1]
+    elif kind_of(eqn) == "conv_general_dilated":
+        other = "use data parallelism alone, which suits convolutions: they have few parameters for their work"
     else:
         other = f"shard its parameters with {'Pipeline' if loss.is_loss else 'Forward'}(mesh=..., shardings=...)"
     quiet = 'warnings.filterwarnings("ignore", category=jaxpp.UnevenStagesWarning)'
@@ -416,9 +418,10 @@ def _kind_and_advice(loss: TracedLoss, eqn: JaxprEqn) -> tuple[str, str]:
     rows = [] if loop is None else eqn.invars[loop.num_before :]
     if loop is not None and not rows:
         return "a loop that counts (fori_loop, or scan without xs)", _LAYERS
-    if not loss.of_params.isdisjoint(variables(rows)):
+    data = descendants(loss.graph, [*loss.batch, *loss.state])
+    if not loss.of_params.isdisjoint(variables(rows)) and data.isdisjoint(variables(rows)):
         return "a scan over parameters", _LAYERS
     return (
         "a scan over the data (over time, say)",
-        "give each layer a loop of its own, so that a stage can begin between two of them",
+        "give each layer a loop of its own, so that a stage can begin between two of them: one recurrent layer is in one stage",
     )

@@ -6,10 +6,10 @@ microbatches (a parameter, a constant) stays as it is. A leaf that mixes example
 a leaf is refused, and a loss averages it with a warning. All but means is held until the end of the step.
 """
 
-import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,12 @@ from jax.extend.core import Var
 from jaxtyping import Float
 
 from jaxpp.errors import ArgumentError, OutputError
+from jaxpp.errors.keywords import spelt
 from jaxpp.stages.graph import descendants
 from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.stages.loss.example_axis import Count, Examples, Relation, Value
 from jaxpp.stages.loss.traced_loss import TracedLoss
-from jaxpp.types import ReduceAux
+from jaxpp.types import Aval, ReduceAux
 
 Reducer = Callable[[Sequence[jax.Array], Float[jax.Array, " microbatches"]], jax.Array]  # of values and their weights (sum 1)
 
@@ -48,6 +49,20 @@ class Unexamined:
         return values[0]
 
 
+class MixedAux(NamedTuple):
+    """A leaf that knows of several examples, so that those of microbatches cannot make that of the batch."""
+
+    leaf: str  # as messages call it
+    what: str  # it is of the examples
+    path: str
+    joined: bool  # whether the microbatches' rows are put end to end; else the mean is taken
+
+
+def reducing(path: str, reducer: str) -> str:
+    """``reduce_aux`` for one leaf, as the user writes it."""
+    return f'reduce_aux={{"{path}": "{reducer}"}}' if path else f'reduce_aux="{reducer}"'
+
+
 def average(values: Sequence[jax.Array], weights: Float[jax.Array, " microbatches"]) -> jax.Array:
     """The weighted mean of the values, of which integers become floats."""
     dtype = values[0].dtype if jnp.issubdtype(values[0].dtype, jnp.inexact) else weights.dtype
@@ -68,6 +83,9 @@ REDUCERS: Mapping[str, Reducer | None] = {
     "last": lambda values, weights: values[-1],  # noqa: ARG005
     "stack": lambda values, weights: jnp.stack(values),  # noqa: ARG005
 }  # The reducers with names; None for the mean, which is summed as the microbatches run
+
+
+_WHOLE = "run the function on the whole batch, with num_microbatches=1"
 
 
 def check_reducers(reduce_aux: ReduceAux) -> dict[str, str | Callable[..., jax.Array]]:
@@ -96,7 +114,7 @@ def reducers_of(
     summed: bool,
     divisor: Count | None = None,
     why: str = "",
-) -> tuple[dict[int, Reducer], list[str]]:
+) -> tuple[dict[int, Reducer], list[MixedAux]]:
     """The reducer of each aux leaf that is not averaged, and what of the others is no mean over the examples.
 
     If the loss is ``summed`` over the microbatches, means are reduced too, because running sums have no weights then. So they are
@@ -107,15 +125,14 @@ def reducers_of(
     unknown = [name for name in named if name and not any(f"{path}/".startswith(f"{name}/") for path in paths)]
     if strict and unknown:
         what = "the loss's aux" if loss.is_loss else "the output"
-        near = [match for name in unknown for match in difflib.get_close_matches(name, paths, n=1)]
         rule = f"each path is one of {what} leaves, or the beginning of one"
-        fix = f"write {near[0]!r}" if near else f"use these: {', '.join(paths) or 'there are none'}"
+        fix = spelt(unknown, paths, f"use these: {', '.join(paths) or 'there are none'}")
         raise ArgumentError("reduce_aux", rule, [repr(name) for name in unknown], fix)
     fitting = [[name for name in named if not name or f"{path}/".startswith(f"{name}/")] for path in paths]
     chosen = {k: named[max(names, key=len)] for k, names in enumerate(fitting) if names}
     reducers: dict[int, Reducer | None] = {k: REDUCERS[r] if isinstance(r, str) else _stacked(r) for k, r in chosen.items()}
     same = _same_everywhere(loss) - chosen.keys()
-    name, mixing = loss.words.aux, list[str]()
+    name, mixing = loss.words.aux, list[MixedAux]()
     if len(reducers) < len(paths):
         for k in range(len(paths)):
             if k not in reducers:
@@ -126,22 +143,23 @@ def reducers_of(
                 reducer, what = (None, "") if counted else _reducer_of(examples.aux[k], examples.axes[k], same=k in same)
                 reducer = average_of_examples if reducer is None and divisor is not None and not counted else reducer
                 reducers |= {} if reducer is None else {k: reducer}
-                mixing += [f"{name} {paths[k] or 'itself'}: {what}"] if what else []
+                if what:
+                    mixing.append(MixedAux(f"{name} {paths[k] or 'itself'}", what, paths[k], joined=isinstance(reducer, Join)))
     if summed:
         reducers |= {k: average for k in range(len(paths)) if reducers.get(k) is None}
     if mixing and not loss.is_loss:
         rule = "outputs of microbatches are put together to those of the batch, so they are rows, sums or means over the examples"
-        fix = 'run the function on the whole batch, with num_microbatches=1; or say what to do, reduce_aux={"<path>": "stack"}'
-        raise OutputError("fn", rule, mixing, fix)
+        fix = f"{_WHOLE}; or say what to do, {reducing(mixing[0].path, 'stack')}"
+        raise OutputError("fn", rule, [f"{each.leaf}: {each.what}" for each in mixing], fix)
     _try(loss, paths, reducers)
-    wrong = [
-        f"{name} {paths[k] or 'itself'}: {describe(aval_of(atom))}"
+    wrong = {
+        paths[k]: f"{name} {paths[k] or 'itself'}: {describe(aval_of(atom))}"
         for k, atom in enumerate(loss.aux)
         if reducers.get(k) is None and not jnp.issubdtype(aval_of(atom).dtype, jnp.number) and aval_of(atom).dtype != bool
-    ]
+    }
     if wrong:
-        rule = f"an {name} leaf without an average needs another reducer"
-        raise loss.words.error(loss.words.where, rule, wrong, 'leave it out, or pass for example reduce_aux={"<path>": "last"}')
+        rule, fix = f"an {name} leaf without an average needs another reducer", reducing(next(iter(wrong)), "last")
+        raise loss.words.error(loss.words.where, rule, [*wrong.values()], f"leave it out, or pass for example {fix}")
     return {k: reducer for k, reducer in reducers.items() if reducer is not None}, mixing
 
 
@@ -188,13 +206,19 @@ def _stacked(reducer: Callable[[jax.Array, jax.Array], jax.Array]) -> Reducer:
     return lambda values, weights: jnp.asarray(reducer(jnp.stack(values), weights))
 
 
+def _fixed(aval: Aval, reducer: Reducer | None) -> tuple[object, ...]:
+    """What of a value is the same of all microbatches: all but the number of rows that are joined."""
+    rows = reducer.axis if isinstance(reducer, Join) else len(aval.shape)
+    return *aval.shape[:rows], *aval.shape[rows + 1 :], aval.dtype
+
+
 def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer], num_microbatches: int) -> None:
     """Refuse aux leaves of several microbatches that cannot be put together, or whose shape depends on the microbatch's size."""
     paths = losses[0].aux_paths
     unknown = {k: reducer.why for k, reducer in reducers.items() if isinstance(reducer, Unexamined) and num_microbatches > 1}
     if unknown:
         rule = "outputs of microbatches are put together as a comparison of the function at batches of two sizes says"
-        fix = 'run the function on the whole batch, with num_microbatches=1; or say what to do, reduce_aux={"<path>": "join"}'
+        fix = f"{_WHOLE}; or say what to do, {reducing(paths[min(unknown)], 'join')}"
         got = [*unknown.values()][:1] + [f"{losses[0].words.aux} {paths[k] or 'itself'}" for k in unknown]
         raise losses[0].words.error(losses[0].words.where, rule, got, fix)
     shapes = [[describe(aval_of(loss.aux[k])) for loss in losses] for k in range(len(paths))]
@@ -202,7 +226,7 @@ def check_aux(losses: Sequence[TracedLoss], reducers: Mapping[int, Reducer], num
     wrong = [
         f"{name} {path or 'itself'}: {' and '.join(dict.fromkeys(described))}"
         for k, (path, described) in enumerate(zip(paths, shapes, strict=True))
-        if len(set(described)) > 1 and not isinstance(reducers.get(k), Join)
+        if len({_fixed(aval_of(loss.aux[k]), reducers.get(k)) for loss in losses}) > 1
     ]
     if wrong:
         rule = f"an {name} leaf has one shape at all microbatches, unless it is joined along the axis of the examples"

@@ -252,6 +252,19 @@ def follow(loss: TracedLoss, other: TracedLoss, sizes: tuple[int, int], again: C
     return found
 
 
+def changed(loss: TracedLoss, again: TracedLoss) -> str | None:
+    """What is another in a second trace of a function at the same shapes; None if nothing is, as where all it reads is given."""
+    try:
+        odd = {id(atom) for atom in _followed(loss, again, _Sizes(1, 1))[1]}
+    except Incomparable:
+        return "it is another list of equations each time"
+    for eqn in loss.graph.eqns:
+        if not odd.isdisjoint(map(id, eqn.invars)):
+            line = user_line(eqn)
+            return f"what `{kind_of(eqn)}` reads is another each time" + f" ({line})" * bool(line)
+    return "a number in it is another each time" if odd else None
+
+
 def _followed(loss: TracedLoss, other: TracedLoss, sizes: "_Sizes") -> tuple[Examples, list[Atom]]:
     """What a function does with the examples, and the numbers that changed in a way of their own."""
     graph, second = loss.graph, other.graph
@@ -1312,6 +1325,17 @@ def advice(
         got += '; weight="auto" finds no count to weigh by, so microbatches weigh as many examples as they have'
     fix = "pass num_microbatches=1 for the loss of the whole batch, or filter jaxpp.MicrobatchWarning if this is what you want"
     return f"{name}: {computed}, and each microbatch knows its own examples only.\n  Got: {got}.\n  Fix: {fix}."
+
+
+IMPURE = (
+    "a loss is the same function each time JAX traces it: what it reads beside its arguments is a constant of the compiled programs"
+)
+PURE = "pass what changes (a counter, NumPy's random numbers, the time) in the batch, and draw random numbers with the key"
+
+
+def impure(what: str) -> str:
+    """What to tell the user of a loss that is another function each time it is traced."""
+    return f"loss_fn: {IMPURE}.\n  Got: {what}.\n  Fix: {PURE}."
 
 
 def unexamined(why: str, num_microbatches: int, reduction: str) -> str:

@@ -6,6 +6,7 @@ microbatches, and a remainder that the replicas cannot share makes a last one of
 ``Microbatches`` are a batch that its user has split.
 """
 
+import dataclasses
 import difflib
 import fnmatch
 import itertools
@@ -223,7 +224,7 @@ def check_shared(batch: Batch, names: Sequence[str]) -> None:
         known = [path_name(path) for path in paths]
         near = [f"{name!r}; near it: {', '.join(difflib.get_close_matches(name, known)) or 'none'}" for name in unknown]
         listed = "\n".join(known[:_SHOWN] + ["..."] * (len(known) > _SHOWN))
-        where, rule = f"shared={tuple(names)!r}", "a name is the path of a batch leaf, or a pattern of paths"
+        where, rule = f"broadcast={tuple(names)!r}", "a name is the path of a batch leaf, or a pattern of paths"
         raise BatchError(where, rule, near, "use paths like these", listed)
 
 
@@ -241,8 +242,7 @@ def check_batch(
     A ``ragged`` batch may have leaves of several lengths, as a batch of graphs has; it is one example then.
     """
     if isinstance(batch, Microbatches):
-        rule = "only a step of a loss takes microbatches of your own: step, evaluate, verify, profile, forecast, value_and_grad"
-        fix = "pass one batch; pipe.stream(state, batches, fn) takes batches of different lengths, one after another"
+        rule, fix = "pipelines are compared on a batch that each of them can split", "pass a batch of the usual length"
         raise BatchError(called, rule, repr(batch), fix)
     size = _check_leaves(batch, shared, called, ragged=ragged)
     counted, per_replica = f"{size} example{'s' * (size != 1)}", f", {num_replicas} replicas"
@@ -266,7 +266,7 @@ def _check_leaves(batch: Batch, names: Sequence[str], called: str, *, ragged: bo
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise BatchError(called, "a batch is a tree of arrays", "a tree without leaves", "pass the arrays of one batch")
-    if wrong := wrong_leaves(called, leaves, "leave out what is neither, or let the function close over it", numbers=True):
+    if wrong := wrong_leaves(called, leaves, _what_instead([leaf for _, leaf in leaves]), numbers=True):
         rule = "every batch leaf is an array whose first axis counts the examples, or a number for all of them"
         raise BatchError(called, rule, wrong.lines, wrong.fix)
     lists = [
@@ -280,12 +280,13 @@ def _check_leaves(batch: Batch, names: Sequence[str], called: str, *, ragged: bo
     shared = shared_leaves(batch, names)
     described = [
         f"{called}{jax.tree_util.keystr(path)}: {describe(leaf) if hasattr(leaf, 'dtype') else f'the number {leaf!r}'}"
-        + " (shared)" * (k in shared and bool(getattr(leaf, "shape", ())))
+        + " (broadcast)" * (k in shared and bool(getattr(leaf, "shape", ())))
         for k, (path, leaf) in enumerate(leaves)
     ]
     if len(shared) == len(leaves):
         rule = "at least one batch leaf is an array whose first axis counts the examples"
-        raise BatchError(called, rule, described, "pass arrays, and leave the leaf with the examples out of shared=(...)")
+        fix = [*listed_examples(batch), "pass arrays, and leave the leaf with the examples out of broadcast=(...)"]
+        raise BatchError(called, rule, described, "; or ".join(fix))
     lengths = {leaf.shape[0] for k, (_, leaf) in enumerate(leaves) if k not in shared}
     if len(lengths) > 1 and ragged:
         return 1
@@ -293,12 +294,39 @@ def _check_leaves(batch: Batch, names: Sequence[str], called: str, *, ragged: bo
         fix = (
             "give every leaf one row for each example; if examples differ in size (graphs), pad each to one size, stack them "
             "along a new first axis and jax.vmap the function over it; name what is the same for all examples: "
-            'shared=("beta", "graph/*"); or pass jaxpp.Microbatches(batches, weights=...), of which none is split'
+            'broadcast=("beta", "graph/*"); or pass jaxpp.Microbatches(batches, weights=...), of which none is split'
         )
-        raise BatchError(called, "all batch leaves have the same first axis, the number of examples", described, fix)
+        rule, fixes = "all batch leaves have the same first axis, the number of examples", [*listed_examples(batch), fix]
+        raise BatchError(called, rule, described, "; or ".join(fixes))
     if lengths == {0}:
         raise BatchError(called, "a batch has at least one example", "0 examples", "leave the empty batch out")
     return lengths.pop()
+
+
+def listed_examples(batch: Batch) -> list[str]:
+    """What to do with a batch that may be a list of examples, ``[(x, y), (x, y), ...]``, as a data set gives them.
+
+    Example:
+        >>> print(*listed_examples([(np.ones(4), 1), (np.ones(4), 0)]))
+        if each of the 2 items of the list is an example, stack them: jax.tree.map(lambda *rows: np.stack(rows), *batch)
+    """
+    items = batch if isinstance(batch, list) else []
+    if len(items) < 2 or jax.tree_util.all_leaves(items) or len({jax.tree.structure(item) for item in items}) > 1:
+        return []
+    stacked = "jax.tree.map(lambda *rows: np.stack(rows), *batch)"
+    return [f"if each of the {len(items)} items of the list is an example, stack them: {stacked}"]
+
+
+def _what_instead(leaves: Sequence[Leaf]) -> str:
+    """What to pass in place of leaves that are no arrays."""
+    fixes = []
+    for leaf in leaves:
+        if isinstance(leaf, Iterable) and not isinstance(leaf, (str, bytes)) and not hasattr(leaf, "shape"):
+            fixes.append("pass one batch at a time: for batch in loader: state, metrics = pipe.step(state, batch)")
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            name = type(leaf).__name__
+            fixes.append(f"say to JAX that {name} is a tree, jax.tree_util.register_dataclass({name}), or pass vars(batch), a dict")
+    return "; ".join(dict.fromkeys(fixes)) or "leave out what is neither, or let the function close over it"
 
 
 def _is_list(node: object) -> bool:

@@ -95,7 +95,7 @@ class TracedLoss:
     graph: Graph  # of parameters, model state, batch and the raw key (if any), to the loss, aux and the new model state; all leaves
     param_paths: tuple[str, ...]  # such as ``h_2/attn/kernel``
     state_paths: tuple[str, ...]
-    num_batch_leaves: int
+    batch_tree: Tree
     aux_tree: Tree
     remat: Checkpoint | None  # checkpoints a stage the way the user checkpointed the whole loss
     frozen: frozenset[int] = frozenset()  # the parameter leaves whose gradient nobody wants
@@ -126,6 +126,12 @@ class TracedLoss:
         return tuple(path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
     @cached_property
+    def batch_leaves(self) -> tuple[str, ...]:
+        """Each batch leaf as the user writes it, ``batch['x']``."""
+        tree = self.batch_tree.unflatten(range(self.batch_tree.num_leaves))
+        return tuple(f"batch{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+
+    @cached_property
     def params(self) -> tuple[Var, ...]:
         """One variable a parameter leaf."""
         return self.graph.inputs[: len(self.param_paths)]
@@ -138,12 +144,12 @@ class TracedLoss:
     @cached_property
     def batch(self) -> tuple[Var, ...]:
         """One variable a batch leaf."""
-        return self.graph.inputs[len(self.params) + len(self.state) :][: self.num_batch_leaves]
+        return self.graph.inputs[len(self.params) + len(self.state) :][: self.batch_tree.num_leaves]
 
     @cached_property
     def key(self) -> Var | None:
         """The raw key, if the loss takes one."""
-        rest = self.graph.inputs[len(self.params) + len(self.state) + self.num_batch_leaves :]
+        rest = self.graph.inputs[len(self.params) + len(self.state) + self.batch_tree.num_leaves :]
         return rest[0] if rest else None
 
     @cached_property
@@ -497,7 +503,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
     traced = TracedLoss(
         graph,
         *paths,
-        len(batch_leaves),
+        batch_tree,
         aux_trees[-1],
         remat,
         frozen,
@@ -529,6 +535,9 @@ def _unbound(name: str, axes: RankAxes, words: Words) -> JaxppError:
     return words.error(words.where, rule, got, fix)
 
 
+_MANY = 8  # batch leaves that a note shows
+
+
 def _trace(
     flat: Callable[..., Tree], given: tuple[list[Leaf], ...], axes: RankAxes, words: Words, *, differentiable: bool
 ) -> Graph:
@@ -536,7 +545,7 @@ def _trace(
     try:
         return trace(flat, *given, axes=axes, differentiable=differentiable)[0]
     except Exception as error:
-        shapes = ", ".join(describe(leaf) for leaf in given[2])
+        shapes = ", ".join([describe(leaf) for leaf in given[2][:_MANY]] + ["..."] * (len(given[2]) > _MANY))
         found = re.search(r"unbound axis name: ([^\s.]+)", str(error)) if isinstance(error, NameError) else None
         if found is not None:
             raise _unbound(found[1], axes, words) from error

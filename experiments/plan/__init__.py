@@ -1,0 +1,1 @@
+"""``python -m experiments.plan``: see README.md beside this."""

@@ -1,0 +1,5 @@
+"""``python -m experiments.plan``."""
+
+from experiments.plan.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""How right are plans? See README.md beside this file."""

@@ -1,0 +1,5 @@
+"""``python -m experiments.published``."""
+
+from experiments.published.main import main
+
+main()

@@ -1,0 +1,65 @@
+"""Donation: which buffers the results of a line take over, in the lines of any plan; and what of a state in host memory is deleted.
+
+A program takes over the buffer of a value that it changes (a sum). The next version of a value (a parameter after the update, a
+carry after a pass) takes over the buffer of the one before, if nobody reads that afterwards and the caller has given it up, or it
+is a copy that came for one visit. What waits in host memory cannot be taken over: it is deleted once its next version is there.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from jaxpp.lowering.builder import Line, LineCall, LineList, LineListT, Name, here
+from jaxpp.stages.program import Role
+
+__all__ = ["donate", "let_go", "replaced"]
+
+
+def donate(lines: LineListT, gives: Collection[Name]) -> LineListT:
+    """The lines with the buffers that each takes over; ``gives`` are the arguments that the caller does not read again."""
+    kept, last = set(lines.outputs), lines.last_uses
+
+    def taken(number: int, line: Line) -> tuple[int, ...]:
+        if line.program is None:
+            return line.donated
+        free = {name for name in replaced(line) if last[name] == number and name not in kept and (name in gives or name.visit >= 0)}
+        return tuple(k for k, name in enumerate(line.inputs) if name in line.outputs or name in free)
+
+    return replace(lines, lines=tuple(replace(line, donated=taken(number, line)) for number, line in enumerate(lines.lines)))
+
+
+def replaced(line: Line) -> set[Name]:
+    """The values that a program reads and makes the next versions of."""
+    return {name for made in line.outputs for name in _before(made)}.intersection(line.inputs) if line.program else set()
+
+
+def _before(name: Name) -> Iterator[Name]:
+    """What a value may be the next version of: with ``delay``, a new parameter is that of the one before the last step."""
+    ref = name.ref
+    if ref.new:
+        yield name._replace(ref=replace(ref, new=False))
+        yield name._replace(ref=replace(ref, new=False, role=Role.PREVIOUS))
+    elif ref.role == Role.STATE:
+        yield name._replace(microbatch=name.microbatch - 1)
+
+
+def let_go(lines: LineList, gives: Collection[Name], delete: LineCall) -> LineList:
+    """The lines, with one behind the new values of a stage that deletes the old ones in host memory, which the caller gives up."""
+    news, given_up = {_leaf(name): name for name in lines.outputs if name.ref.waits}, set(gives)
+    gone: defaultdict[int, defaultdict[int, list[Name]]] = defaultdict(lambda: defaultdict(list))
+    for old in lines.inputs:
+        new = news.get(_leaf(old))
+        if old.ref.waits and here(old) in given_up and new not in (None, old):
+            gone[max(lines.last_uses[new], lines.last_uses.get(old, -1))][old.stage].append(old)
+    found = list[Line]()
+    for number, line in enumerate(lines.lines):
+        found.append(line)
+        for stage, old in gone[number].items():
+            everything = tuple(range(len(old)))
+            found.append(Line(f"let go of stage {stage}", stage, None, tuple(old), (), call=delete, donated=everything))
+    return replace(lines, lines=tuple(found))
+
+
+def _leaf(name: Name) -> tuple[int, Role, int]:
+    """Which leaf of a state a value is, before or after a step."""
+    return name.stage, name.ref.role, name.ref.index

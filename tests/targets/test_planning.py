@@ -1,0 +1,221 @@
+"""``jaxpp.plan`` on GPUs that are not there: what it finds is what the pipelines themselves say."""
+
+import gc
+import weakref
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+pytest.importorskip("jax_plugins.xla_cuda12")
+
+import jaxpp
+from jaxpp.errors import LossError
+from jaxpp.tuner.machine import Devices
+from jaxpp.tuner.search import Candidate
+from models.mlp import MLP
+
+pytestmark = pytest.mark.targets
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        h = nn.MultiHeadDotProductAttention(4, dtype="bfloat16")(nn.LayerNorm(dtype="bfloat16")(x))
+        return x + h + nn.Dense(256, dtype="bfloat16")(nn.gelu(nn.Dense(1024, dtype="bfloat16")(x))), None
+
+
+class Model(nn.Module):
+    depth: int = 8
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(4096, 256, dtype="bfloat16")(tokens)
+        scanned = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.depth)
+        return nn.Dense(4096, dtype="bfloat16")(scanned()(x, None)[0])
+
+
+model, tokens = Model(), jax.ShapeDtypeStruct((32, 257), "int32")
+
+
+def loss_fn(params, batch):
+    logits = model.apply(params, batch[:, :-1]).astype("float32")
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+
+def init(key):
+    return model.init(key, jnp.zeros((1, 8), int))
+
+
+@pytest.fixture(scope="module")
+def planning():
+    return jaxpp.plan(
+        loss_fn,
+        optax.adamw(1e-3),
+        init,
+        tokens,
+        gpus=("h100", "4xrtx-4090"),
+        counts=2,
+        tokens=1e9,
+        price={"h100": 3, "4xrtx-4090": 1},
+        num_compiled=2,
+    )
+
+
+def test_a_row_says_what_the_forecast_of_its_pipeline_says(planning):
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    compiled = [number for number, row in enumerate(planning.rows) if row.bound is not None]
+    assert len(compiled) == 2
+    for number in compiled:
+        row, forecast = planning.rows[number], planning.pipeline(number).forecast(shapes, tokens)
+        assert row.peaks == tuple(forecast.peaks.values())
+        assert row.seconds == forecast.bound.predicted
+        assert row.bound.seconds == forecast.bound.seconds <= row.seconds.low
+
+
+def test_what_is_estimated_is_near_what_is_compiled(planning):
+    given = loss_fn, optax.adamw(1e-3), init, tokens
+    quick = jaxpp.plan(*given, gpus=("h100", "4xrtx-4090"), counts=2, num_compiled=0)
+    assert all(row.bound is None for row in quick.rows)
+    by_mesh = {row.layout.words: row for row in quick.rows}
+    for row in planning.rows:
+        other = by_mesh[row.layout.words]
+        assert other.candidate == row.candidate
+        assert max(other.peaks) == pytest.approx(max(row.peaks), rel=0.1)
+        assert other.seconds.low <= row.seconds.seconds <= other.seconds.high
+
+
+def test_a_gradient_that_is_added_to_others_needs_no_room_of_its_own():
+    net = MLP(2048, 8, 16)
+    shapes = jax.eval_shape(lambda key: net.init(key, jnp.zeros((1, 2048))), jax.random.key(0))
+    batch = jax.ShapeDtypeStruct((512, 2048), "float32"), jax.ShapeDtypeStruct((512,), "int32")
+
+    def loss_fn(params, batch):
+        return optax.softmax_cross_entropy_with_integer_labels(net.apply(params, batch[0]), batch[1]).mean()
+
+    devices, candidate = jaxpp.target("h100", 2), Candidate(jaxpp.schedule.make("1f1b", 2, 4), "least")
+    estimated = Devices(loss_fn, optax.adamw(1e-3), shapes, batch, devices=devices, compiles=False).peaks(candidate)
+    pipe = jaxpp.Pipeline(loss_fn, optax.adamw(1e-3), devices=devices, **candidate.options)
+    assert estimated == pytest.approx(tuple(pipe.forecast(shapes, batch).peaks.values()), rel=0.05)
+
+
+def test_days_and_cost_are_counted_by_hand(planning):
+    assert {row.layout.num_gpus for row in planning.rows} == {2, 4}
+    for row in planning.rows:
+        seconds = 1e9 / (32 * 257) * row.seconds.seconds
+        dollars = 3 if row.layout.gpu.name == "h100" else 1
+        assert row.days == pytest.approx(seconds / 86_400)
+        assert row.cost == pytest.approx(seconds / 3600 * row.layout.num_gpus * dollars)
+        assert row.rate == pytest.approx(32 * 257 / row.seconds.seconds)
+    assert [row.cost for row in planning.rows] == sorted(row.cost for row in planning.rows)
+
+
+def test_the_line_of_a_row_trains_on_other_devices_as_plain_jax_does(planning):
+    row = next(row for row in planning.rows if row.layout.pipe == 2 and row.layout.data == 1)
+    assert row.line.startswith("jaxpp.Pipeline(loss_fn, optimizer, num_stages=")
+    pipe = eval(row.line, {"jaxpp": jaxpp, "loss_fn": loss_fn, "optimizer": optax.adamw(1e-3)})  # noqa: S307  (the line is what a reader pastes)
+    batch = np.random.default_rng(0).integers(0, 4096, (32, 17))  # short sequences: a line says nothing of their length
+    state = pipe.init(init, jax.random.key(0), batch)
+    pipe.verify(state, batch)
+
+
+def test_shards_are_proposed_where_nothing_says_how_gpus_share_a_stage():
+    given = loss_fn, optax.adamw(1e-3), init, tokens
+    own = {
+        "*/ScanBlock_0/Dense_0/kernel": PartitionSpec(None, None, "model"),
+        "*/ScanBlock_0/Dense_1/kernel": PartitionSpec(None, "model", None),
+    }
+    rows = []
+    for shardings in ({}, {"shardings": own}):
+        found = jaxpp.plan(*given, gpus="4xh100", model=2, num_microbatches=4, num_compiled=0, **shardings)
+        rows.append(next(row for row in found.rows if row.layout.mesh == "2 x 1 x 2"))
+        assert rows[-1].shardings == (None if shardings else jaxpp.propose_shardings(loss_fn, init, tokens, model=2))
+        assert ("shardings=jaxpp.propose_shardings(loss_fn, params, batch, model=2)" in rows[-1].line) == (not shardings)
+    assert rows[1].parts.compute > 1.05 * rows[0].parts.compute  # attention and embeddings are the work of both
+    pipe = found.pipeline(found.rows.index(rows[1]))
+    pipe.abstract_state(jax.eval_shape(init, jax.random.key(0)), tokens)
+    assert "2 model" in str(pipe.stages)
+
+
+def test_what_fits_nowhere_is_told_with_what_it_lacks():
+    found = jaxpp.plan(loss_fn, optax.adamw(1e-3), init, tokens, gpus="2xh100", hbm="20MiB", num_compiled=1)
+    assert not found.rows and found.too_large
+    text = str(found)
+    assert "too much" in text and "nothing that was looked at fits" in text
+    with pytest.raises(jaxpp.errors.ArgumentError, match="rows are counted from 0"):
+        found.pipeline(0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"gpus": "h1000"}, "a target is a GPU that jaxpp has the numbers of"),
+        ({"price": {"a100": 1}, "tokens": 1e9}, "price has dollars for an hour of a GPU"),
+        ({"tokens": 0}, "a run has some tokens"),
+        ({"price": {"h100": 2}}, "a price says what a run costs"),
+        ({"num_stages": 4}, "plan finds these itself"),
+        ({"num_compiled": -1}, "the number of rows that are compiled"),
+        ({"counts": 0}, "a whole number of at least 1"),
+        ({"schedules": "1f1c"}, "1f1b"),
+        ({"mesch": 1}, "mesch"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_any_work(wrong, said):
+    with pytest.raises(jaxpp.JaxppError, match=said):
+        jaxpp.plan(loss_fn, optax.adamw(1e-3), init, tokens, **{"gpus": "h100", **wrong})
+
+
+def test_a_call_leaves_no_parameters_behind():
+    params = {"w": np.ones((64, 64), np.float32)}
+    seen = weakref.ref(params["w"])
+    found = jaxpp.plan(
+        lambda p, b: jnp.mean((b @ p["w"]) ** 2),
+        optax.sgd(1e-2),
+        params,
+        np.ones((8, 64), np.float32),
+        gpus="1xh100",
+        num_compiled=0,
+    )
+    assert found.rows
+    del params, found
+    gc.collect()
+    assert seen() is None
+
+
+def _counted(**arguments):
+    """How often the loss is traced by a plan."""
+    times = []
+
+    def noting(params, batch):
+        times.append(batch.shape)
+        return loss_fn(params, batch)
+
+    jaxpp.plan(noting, optax.adamw(1e-3), init, tokens, num_compiled=0, num_microbatches=4, **arguments)
+    return len(times)
+
+
+@pytest.mark.long
+def test_meshes_of_another_kind_of_gpu_trace_nothing_anew():
+    assert _counted(gpus=("2xh100", "2xa100-80gb")) == _counted(gpus="2xh100")
+
+
+def test_an_error_of_the_loss_ends_the_search_at_once():
+    times = []
+
+    def ignoring(params, batch):
+        times.append(batch.shape)
+        return jnp.float32(0)
+
+    with pytest.raises(LossError, match="must depend on its parameters"):
+        jaxpp.plan(ignoring, optax.adamw(1e-3), init, tokens, gpus=("8xh100", "4xrtx-4090"))
+    assert len(times) == 1
+
+
+@pytest.mark.long
+def test_parameters_that_are_to_wait_in_host_memory_visit_seldom():
+    found = jaxpp.plan(loss_fn, optax.adamw(1e-3), init, tokens, gpus="2xh100", num_compiled=0, host="params")
+    assert {(row.candidate.schedule.name, row.candidate.stages_per_rank) for row in found.rows} == {("looped-bfs", 4)}
