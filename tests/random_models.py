@@ -336,15 +336,8 @@ def random_model(
     without: frozenset[int] = frozenset(),
 ) -> Model:
     """The model of a seed, with two layers to ``most``; some of which may be left out, and nothing else changes."""
-    rng = np.random.default_rng(seed)
-    pick = lambda options: options[rng.integers(len(options))]  # noqa: E731
-    length = 4
-    layers: list[Layer] = []
-    for k in range(rng.integers(2, most + 1)):
-        tied = [layer for layer in layers if PARAMETERS[layer.kind]]
-        earlier = pick(tied) if tied and rng.random() < 0.15 else None
-        kind, owner = (earlier.kind, earlier.owner) if earlier else (pick(kinds), k)
-        layers.append(Layer(kind, owner, pick(ELEMENTWISE), pick(JOINS), int(rng.integers(k + 1))))
+    rng, length = np.random.default_rng(seed), 4
+    layers = random_layers(rng, kinds, most)
     sizes = {"w": width, "3": 3, "t": TOKENS}
 
     def array(*shape):
@@ -364,24 +357,62 @@ def random_model(
     frozen = frozenset(k for k in range(count - 1) if rng.random() < 0.1) if rng.random() < 0.3 else frozenset()
     stages = int(rng.integers(1, 5))
     there = {k: layer for k, layer in enumerate(layers) if k not in without}
-    given = {"count": jnp.asarray(1), "key": jax.random.key(seed)}
-    model_state = {
-        f"layer_{k}": {
-            name: given[name] if name in given else array(*(sizes[c] for c in word)) for name, word in STATES[layer.kind].items()
+    special = {"count": jnp.asarray(1), "key": jax.random.key(seed)}
+    model_state: dict[str, Any] = {}
+    for k, layer in there.items():
+        made = {
+            name: special[name] if name in special else array(*(width for _ in word)) for name, word in states_of(layer).items()
         }
-        for k, layer in there.items()
-        if layer.kind in STATES
+        model_state |= {f"layer_{k}": made} if made else {}
+    outputs = outputs_of(there, len(layers), floats)
+
+    def loss_fn(params, batch, key):
+        logits = jax.nn.log_softmax(outputs(params, model_state, batch, key)[0])
+        return -jnp.take_along_axis(logits, batch["tokens"][..., None], -1).mean()
+
+    params = needed(params, there)
+    return Model(tuple(there.values()), loss_fn, params, batch, jax.random.key(seed), stages, frozen, outputs, model_state)
+
+
+def random_layers(rng: np.random.Generator, kinds: Any, most: int) -> list[Layer]:
+    pick = lambda options: options[rng.integers(len(options))]  # noqa: E731
+    layers: list[Layer] = []
+    for k in range(rng.integers(2, most + 1)):
+        tied = [layer for layer in layers if PARAMETERS[layer.kind]]
+        earlier = pick(tied) if tied and rng.random() < 0.15 else None
+        kind, owner = (earlier.kind, earlier.owner) if earlier else (pick(kinds), k)
+        layers.append(Layer(kind, owner, pick(ELEMENTWISE), pick(JOINS), int(rng.integers(k + 1))))
+    return layers
+
+
+def states_of(layer: Layer) -> dict[str, str]:
+    return STATES.get(layer.kind, {})
+
+
+def needed(params: Any, there: dict[int, Layer]) -> Any:
+    """The parameters without those of layers that are not there."""
+    names = {"embed": None, "head": None} | {f"layer_{k}": None for k in there}
+    names |= {f"layer_{layer.owner}": None for layer in there.values()}
+    gone = {f"layer_{layer.owner}" for layer in there.values() if layer.owner not in there}  # of which a later layer reads all but
+    return {
+        name: {each: leaf for each, leaf in own.items() if each != "join"} if name in gone else own
+        for name, own in params.items()
+        if name in names
     }
+
+
+def outputs_of(there: dict[int, Layer], count: int, floats: bool) -> Callable[..., Any]:
+    """The function of layers by number, of which some of ``count`` are not there."""
 
     def outputs(params, model_state, batch, key):
         x = batch["x"] if floats else params["embed"][batch["tokens"]]
         seen, new = [x], {}
-        for k, layer in enumerate(layers):
-            if k in there:
+        for k in range(count):
+            if layer := there.get(k):
                 name, p = f"layer_{k}", params.get(f"layer_{layer.owner}")
                 own_key = None if key is None else jax.random.fold_in(key, k)
                 with jax.named_scope(name):
-                    if layer.kind in STATES:
+                    if states_of(layer):
                         x, new[name] = layer.kind(p, model_state[name], x, None, own_key)
                     else:
                         x = layer.kind(p, x, batch, own_key)
@@ -389,22 +420,7 @@ def random_model(
             seen.append(x)
         return x @ params["head"], new, seen[1]
 
-    def loss_fn(params, batch, key):
-        logits = jax.nn.log_softmax(outputs(params, model_state, batch, key)[0])
-        return -jnp.take_along_axis(logits, batch["tokens"][..., None], -1).mean()
-
-    owners = {layer.owner for layer in there.values()}
-    kept = {name: dict(own) if isinstance(own, dict) else own for name, own in params.items()}
-    for k, layer in enumerate(layers):
-        own = kept.get(f"layer_{k}", {})
-        gone = {name for name in own if (k not in there if name == "join" else k not in owners)}
-        if gone and not {*own} - gone:
-            del kept[f"layer_{k}"]
-        elif gone:
-            kept[f"layer_{k}"] = {name: leaf for name, leaf in own.items() if name not in gone}
-    return Model(
-        tuple(there.values()), loss_fn, kept, batch, jax.random.key(seed), stages, frozen, outputs, model_state
-    )
+    return outputs
 
 
 def joined(how: str, p: Any, x: Any, early: Any) -> Any:

@@ -1,7 +1,7 @@
 """Any options beside one another on any model: a case is drawn from a number, and trains as a plain optax loop on one device does.
 
-A case is right if it is equal to that loop, or refused by an error of jaxpp's before a step runs. A failing case is made as small as
-it can be, and printed as a line that runs it again.
+A case is right if it is equal to that loop, or refused by an error of jaxpp's before a step runs. A failing case is made as small
+as it can be, and printed as a line that runs it again.
 """
 
 import collections
@@ -128,7 +128,7 @@ OPTIONS: dict[str, Callable[[Rng], Any]] = {
     "uneven": one_of(1, 2),  # how many examples are left over
     "sizes": one_of(True),  # a second size of batches, which takes the place of the first
 }
-VERBS = {"evaluate": True, "apply": True, "pickle": True, "orbax": True, "verify": True, "value_and_grad": True}
+VERBS = "evaluate", "apply", "pickle", "orbax", "verify", "value_and_grad"
 ALONE = ({"replicas", "mesh", "renamed mesh", "wide"}, {"weight", "reduction"}, {"pieces", "uneven"}, {"pieces", "sizes"})
 """Options of which a case has one: nothing but a mistake asks for two."""
 ORDER: Given = {"schedule": "1f1b", "ranks": 2, "per_rank": 2, "microbatches": 2, "optimizer": "momentum"}
@@ -179,12 +179,12 @@ def drawn(seed: int) -> Case:
     recipe = SCHEDULES.get(schedule, SCHEDULES["1f1b"])
     least = 2 if names & {"wide", "delay"} else 1
     ranks = int(rng.integers(least, 4 if recipe.stages_per_rank == 1 else 3))
-    ranks = min(ranks, 2) if "cuts" in names else ranks
+    ranks = min(ranks, 2) if names & {"cuts", "mesh", "renamed mesh"} else ranks
     able = [m for m in (2, 3, 4, 5, 1) if recipe.allows(ranks, m)]
     order = {"schedule": schedule, "ranks": ranks, "microbatches": int(able[rng.integers(min(3, len(able)))])}
     order |= {"per_rank": int(rng.integers(1, 4))} if recipe.varies else {}
     given = order | {"optimizer": str(rng.choice(list(OPTIMIZERS)))} | given
-    given |= {name: True for name in rng.permutation(list(VERBS))[: rng.integers(1, 3)]}
+    given |= dict.fromkeys(rng.permutation(VERBS)[: rng.integers(1, 3)], True)
     return Case(seed, {str(name): value for name, value in given.items()})
 
 
@@ -210,7 +210,7 @@ def batch_of(case: Case, number: int) -> Any:
         return made | ({"ramp": rng.normal(size=length) + 1, "gain": 0.5} if case.get("shared") else {})
 
     if (kind := case.get("pieces")) is None:
-        each = 2 + (case.get("sizes") and number % 2 or 0)
+        each = 2 + (number % 2 if case.get("sizes") else 0)
         return batch(case.replicas * (count * each + (case.get("uneven") or 0) % count), length)
     parts = [batch(case.replicas * (1 + k % 3), 3 + k % 2 if kind == "lengths" else length) for k in range(count)]
     return jaxpp.Microbatches(parts, [1 + k % 3 for k in range(count)] if kind == "weights" else None)
@@ -409,7 +409,9 @@ class Plain:
             "aux": self.merged([auxes[k] for k in order], shares[order]) if has_aux(case, kind) else (),
             "grads": weighted(scales, [each[0] for each in grads]),
             "own": own_grads,
-            "states": jax.tree.map(lambda first, *more: np.mean([first, *more], 0) if more and has_gradient(first) else first, *after),
+            "states": jax.tree.map(
+                lambda first, *more: np.mean([first, *more], 0) if more and has_gradient(first) else first, *after
+            ),
         }
 
     def merged(self, auxes: Any, shares: Any) -> Any:
@@ -495,7 +497,10 @@ def where_of(case: Case) -> Given:
     devices, ranks = jax.devices(), case.get("ranks")
     if case.get("replicas"):
         return {"data_parallel": case.replicas}
-    for name, axes, rule in (("mesh", ("pipe", "data", "model"), over_model), ("renamed mesh", ("stage", "batch", "tensor"), over_tensor)):
+    for name, axes, rule in (
+        ("mesh", ("pipe", "data", "model"), over_model),
+        ("renamed mesh", ("stage", "batch", "tensor"), over_tensor),
+    ):
         if sizes := case.get(name):
             mesh = jax.make_mesh((ranks, *sizes), axes, devices=devices[: ranks * sizes[0] * sizes[1]])
             return {"mesh": mesh} | ({"shardings": rule} if sizes[1] > 1 else {})
@@ -521,7 +526,9 @@ def cuts_of(case: Case, model: Model) -> list[str]:
 
 
 def options_of(case: Case, model: Model, params: Any) -> Given:
-    plainly = {name: case.given[name] for name in ("balance", "shard", "fuse", "host", "delay", "threads", "hbm") if name in case.given}
+    plainly = {
+        name: case.given[name] for name in ("balance", "shard", "fuse", "host", "delay", "threads", "hbm") if name in case.given
+    }
     options = where_of(case) | plainly | {"schedule": schedule_of(case), "num_stages": case.stages}
     options |= {"num_microbatches": case.get("microbatches"), "has_state": bool(case.get("state"))}
     if case.get("remat"):
@@ -549,7 +556,7 @@ class Refused(Exception):  # noqa: N818  (no error)
     """jaxpp has said that a case cannot be, before a step."""
 
 
-class Failure(AssertionError):
+class WrongError(AssertionError):
     """A case is wrong."""
 
 
@@ -616,17 +623,20 @@ class Trained:
             held = jax.device_get(numbers(state)) if case.get("donate") is False else None
             new, metrics = pipe.step(state, *self.rest(number), **self.task(number), **({} if held is None else {"donate": False}))
             if held is not None and (found := differing({"kept": numbers(state)}, {"kept": held})):
-                raise Failure(f"donate=False has changed the state that it keeps: {found}")
+                raise WrongError(f"donate=False has changed the state that it keeps: {found}")
             state = self.between(new, number) if number == 1 else new
             made["losses"].append(metrics.loss)
             made["aux"].append(metrics.aux)
             made["norms"].append(metrics.grad_norm)
         if unseen := list(self.unseen(state)):
-            raise Failure(f"an option has changed nothing, and nobody was told: {unseen}")
+            raise WrongError(f"an option has changed nothing, and nobody was told: {unseen}")
         owns = self.bank and {task: self.bank.params(task) for task in "ab"}
         own_states = self.bank and {task: self.bank.opt_state(task) for task in "ab"}
         made |= {"params": state.params, "opt_state": state.opt_state, "own": owns, "own_states": own_states}
-        made |= {"states": state.model_state if case.get("state") else None, "previous": state.previous if case.get("delay") else None}
+        made |= {
+            "states": state.model_state if case.get("state") else None,
+            "previous": state.previous if case.get("delay") else None,
+        }
         return dict(made) | {"scale": state.loss_scale.scale if case.get("loss_scale") else None}
 
     def between(self, state: Any, number: int) -> Any:
@@ -742,7 +752,7 @@ def judged(case: Case) -> str:
         return "equal"
     noise = noise_of(plain, wanted, eps)
     if lines := differing(found, wanted, noise, digits):
-        raise Failure("\n  ".join(["", *lines[:8], f"{len(lines)} leaves differ"]))
+        raise WrongError("\n  ".join(["", *lines[:8], f"{len(lines)} leaves differ"]))
     return "equal but for rounding"
 
 
@@ -754,7 +764,7 @@ def limited(seconds: float) -> Iterator[None]:
         return
 
     def late(*_):
-        raise Failure(f"nothing for {seconds} seconds: a hang")
+        raise WrongError(f"nothing for {seconds} seconds: a hang")
 
     old = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -828,7 +838,9 @@ def check(case: Case) -> str:
     found = outcome(case)
     if found.status == "failed":
         small = smallest(case, found)
-        raise AssertionError(f"seed {case.seed} is wrong\n{case}\nand smaller\n{small}\n{outcome(small).said}\nat first\n{found.said}")
+        raise AssertionError(
+            f"seed {case.seed} is wrong\n{case}\nand smaller\n{small}\n{outcome(small).said}\nat first\n{found.said}"
+        )
     return f"{found.status}: {found.said}"
 
 
