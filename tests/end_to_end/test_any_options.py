@@ -126,9 +126,10 @@ OPTIONS: dict[str, Callable[[Rng], Any]] = {
     "key": one_of("threefry2x32", "raw", "rbg"),
     "hbm": one_of("1GiB"),
     "uneven": one_of(1, 2),  # how many examples are left over
+    "init": one_of("function"),  # that makes the parameters, in place of these
     "sizes": one_of(True),  # a second size of batches, which takes the place of the first
 }
-VERBS = "evaluate", "apply", "pickle", "orbax", "verify", "value_and_grad"
+VERBS = "evaluate", "evaluate other", "apply", "stream", "forecast", "pickle", "orbax", "verify", "value_and_grad", "forward"
 ALONE = ({"replicas", "mesh", "renamed mesh", "wide"}, {"weight", "reduction"}, {"pieces", "uneven"}, {"pieces", "sizes"})
 """Options of which a case has one: nothing but a mistake asks for two."""
 ORDER: Given = {"schedule": "1f1b", "ranks": 2, "per_rank": 2, "microbatches": 2, "optimizer": "momentum"}
@@ -150,6 +151,10 @@ class Case:
 
     def get(self, name: str) -> Any:
         return self.given.get(name, ORDER.get(name))
+
+    def at_front(self, door: str) -> bool:
+        """Whether another front door is asked for; they have neither banks nor model states."""
+        return bool(self.get(door)) and not (self.get("bank") or self.get("state"))
 
     @property
     def per_rank(self) -> int:
@@ -328,7 +333,7 @@ def weighted(shares: Any, trees: Any) -> Any:
     return jax.tree.map(lambda *leaves: sum((s * leaf).astype(leaf.dtype) for s, leaf in zip(shares, leaves, strict=True)), *trees)
 
 
-def pieces_of(case: Case, batch: Any) -> tuple[list[list[Any]], Any]:
+def pieces_of(case: Case, batch: Any, kind: str = "loss") -> tuple[list[list[Any]], Any]:
     """The microbatches of each replica, and what each of all weighs, those of the first replica first."""
 
     def cut(batch, first, last):
@@ -343,7 +348,8 @@ def pieces_of(case: Case, batch: Any) -> tuple[list[list[Any]], Any]:
         sizes = [each // count + (i < each % count) for i in range(count)]
         ends = np.cumsum([0, *sizes])
         pieces = [[cut(batch, r * each + ends[i], r * each + ends[i + 1]) for i in range(count)] for r in range(d)]
-    given = [weight(piece) for own in pieces for piece in own] if case.get("weight") else sizes * d
+    weighs = case.get("weight") == "function" or (case.get("weight") and kind == "loss")
+    given = [weight(piece) for own in pieces for piece in own] if weighs else sizes * d
     if isinstance(batch, jaxpp.Microbatches) and batch.weights is not None:
         given = [*batch.weights] * d
     given = np.asarray(given, "float64")
@@ -386,7 +392,7 @@ class Plain:
     def gradients(self, kind: str, params: Any, owns: Any, states: Any, number: int) -> dict[str, Any]:
         """The loss, aux, gradients and model state of a step."""
         case, found = self.case, list[Any]()
-        pieces, shares = pieces_of(case, batch_of(case, number))
+        pieces, shares = pieces_of(case, batch_of(case, number), kind)
         key, tasks, count = key_of(case, number), tasks_of(case, number), case.get("microbatches")
         after = []
         for r, own in enumerate(pieces):
@@ -422,9 +428,9 @@ class Plain:
         made = {"rows": np.concatenate(columns["rows"]), "hits": np.sum(columns["hits"])}
         return made | {"early": reducers[self.case.get("aux")](early)}
 
-    def applied(self, params: Any, own: Any, states: Any, number: int) -> Any:
+    def applied(self, params: Any, own: Any, states: Any, number: int, key: Any) -> Any:
         """The outputs for the batch of a step."""
-        case, key, count = self.case, key_of(self.case, number), self.case.get("microbatches")
+        case, count = self.case, self.case.get("microbatches")
         found = list[Any]()
         for piece in (piece for own in pieces_of(case, batch_of(case, number))[0] for piece in own):
             rest = ([own] if case.get("bank") else []) + ([states] if case.get("state") else []) + [piece]
@@ -444,6 +450,8 @@ class Plain:
         for number in range(STEPS):
             kind = kind_of(case, number)
             found = self.gradients(kind, before if case.get("delay") else params, owns, states, number)
+            if number == 0:
+                made |= self.at_first(found, params, owns, states)
             names = frozenset(trained_by(case, params, kind))
             after, opt_state = self.update(params, found["grads"], opt_state, found["loss"], names)
             before, params, states = params, after, found["states"]
@@ -452,18 +460,35 @@ class Plain:
             made["losses"].append(found["loss"])
             made["aux"].append(found["aux"])
             made["norms"].append(optax.global_norm(found["grads"]))
-            if number == 0 and case.get("value_and_grad"):
-                made["value_and_grad"] = found["loss"], found["grads"]
             scale, fine = (2 * scale, 0) if fine == 2 else (scale, fine + 1)
             if number == 1:
-                tasks = tasks_of(case, number)
-                if case.get("evaluate"):
-                    made["evaluated"] = self.gradients("loss", params, owns, states, number)["loss"]
-                if case.get("apply"):
-                    made["outputs"] = self.applied(params, owns and owns[tasks[0]], states, number)
+                made |= self.between(params, owns, states, number)
         made |= {"params": params, "opt_state": opt_state, "own": owns, "own_states": own_states}
         made |= {"states": states if case.get("state") else None, "previous": before if case.get("delay") else None}
         return dict(made) | {"scale": np.float32(scale) if case.get("loss_scale") else None}
+
+    def at_first(self, found: Given, params: Any, owns: Any, states: Any) -> Given:
+        """What other front doors than a pipeline make of the first parameters and batch."""
+        case = self.case
+        made: Given = {"value_and_grad": (found["loss"], found["grads"])} if case.at_front("value_and_grad") else {}
+        if case.at_front("forward"):
+            made["forwarded"] = self.applied(params, None, states, 0, key_of(case, 0))
+        return made
+
+    def between(self, params: Any, owns: Any, states: Any, number: int) -> Given:
+        """What is asked for between two steps."""
+        case, key, made = self.case, key_of(self.case, number), Given()
+        own = owns and owns[tasks_of(case, number)[0]]
+        if case.get("evaluate"):
+            made["evaluated"] = self.gradients("loss", params, owns, states, number)["loss"]
+        if case.get("evaluate other"):
+            made["other"] = self.gradients("other", params, owns, states, number)["loss"]
+        if case.get("apply"):
+            made["outputs"] = self.applied(params, own, states, number, key)
+        if case.get("stream"):
+            keys = [key if key is None else jax.random.fold_in(key, k) for k in range(2)]
+            made["stream"] = [self.applied(params, own, states, number + k, keys[k]) for k in range(2)]
+        return made
 
     def bank_init(self, own: Any) -> Any:
         return bank_optimizer().init(own)
@@ -588,9 +613,14 @@ class Trained:
             sets = own and {"a": own, "b": jax.tree.map(lambda leaf: 1.25 * leaf, own)}
             self.bank = sets and jaxpp.Bank(sets, bank_optimizer())
             self.pipes, self.first = self.opened()
-            if case.get("value_and_grad"):
+            if case.at_front("value_and_grad"):
                 given = {name: value for name, value in options_of(case, model, self.params[0]).items() if name in FRONT}
                 self.drop_in = jaxpp.value_and_grad(self.losses["loss"], allow_int=True, **given)
+            if case.at_front("forward"):
+                names = set(inspect.signature(jaxpp.Forward).parameters)
+                given = {name: value for name, value in options_of(case, model, self.params[0]).items() if name in names}
+                self.forward = jaxpp.Forward(self.fn, **given | {"reduce_aux": "join"})
+                self.brought = self.forward.init(self.params[0], self.batches[0])
 
     def opened(self) -> tuple[dict[str, Any], Callable[[], Any]]:
         """A pipeline for each loss, and what makes the first state."""
@@ -599,10 +629,11 @@ class Trained:
         pipes = {"loss": jaxpp.Pipeline(self.losses["loss"], self.optimizer, bank=self.bank, **options)}
         if case.get("other"):
             trains = {"trains": sorted(trained_by(case, params, "other"))} if case.get("trains") is not None else {}
-            more = {name: options[name] for name in ("broadcast",) if name in options}
+            more = {name: options[name] for name in ("broadcast", "weight") if options.get(name, "auto") != "auto"}
             pipes["other"] = pipes["loss"].other(self.losses["other"], **trains, **more)
         first = (params, self.model.model_state) if case.get("state") else params
-        state = pipes["loss"].init(first, self.batches[0])
+        made = (lambda key: first, jax.random.key(0)) if case.get("init") else (first,)
+        state = pipes["loss"].init(*made, self.batches[0])
         return pipes, state if "other" not in pipes else pipes["other"].init(state, self.batches[0])
 
     def rest(self, number: int) -> tuple[Any, ...]:
@@ -615,9 +646,11 @@ class Trained:
 
     def run(self) -> Given:
         case, made, state = self.case, self.made, self.first
-        if case.get("value_and_grad") and not (self.bank or case.get("state")):
+        if case.at_front("value_and_grad"):
             value, grads = self.drop_in(self.params[0], *self.rest(0))
             made["value_and_grad"] = value[0] if case.get("aux") else value, without_float0(grads)
+        if case.at_front("forward"):
+            made["forwarded"] = self.forward.apply(self.brought, *self.rest(0))
         for number in range(STEPS):
             pipe = self.pipes[kind_of(case, number)]
             held = jax.device_get(numbers(state)) if case.get("donate") is False else None
@@ -644,13 +677,28 @@ class Trained:
         case, pipe, args, task = self.case, self.pipes["loss"], self.rest(number), self.task(number)
         if case.get("evaluate"):
             self.made["evaluated"] = pipe.evaluate(state, *args, **task).loss
+        if case.get("evaluate other"):
+            self.made["other"] = pipe.evaluate(state, *args, **task, loss_fn=self.losses["other"]).loss
+        batch, *key = args
+        alone = {"reduce_aux": "join"} | ({"task": tasks_of(case, number)[0]} if self.bank else {})
         if case.get("apply"):
-            batch, *key = args
-            alone = {"task": tasks_of(case, number)[0]} if self.bank else {}
-            self.made["outputs"] = pipe.apply(state, batch, self.fn, *key, reduce_aux="join", **alone)
+            self.made["outputs"] = pipe.apply(state, batch, self.fn, *key, **alone)
+        if case.get("stream"):
+            self.made["stream"] = list(pipe.stream(state, self.batches[number:], self.fn, *key, **alone))
+        if case.get("forecast"):
+            first = (self.params[0], self.model.model_state) if case.get("state") else self.params[0]
+            if not all(peak > 0 for peak in pipe.forecast(first, *args).peaks.values()):
+                raise WrongError("a forecast of nothing")
+            if not (str(pipe.stages) and repr(state) and repr(pipe)):
+                raise WrongError("nothing to print")
         if case.get("verify"):
             for each in self.pipes.values():
                 each.verify(state, *args, **task)
+        return self.kept(state, number)
+
+    def kept(self, state: Any, number: int) -> Any:
+        """A state that was written and is read again."""
+        case = self.case
         if case.get("pickle"):
             state = pickle.loads(pickle.dumps(state))  # noqa: S301  (of this test's own)
         if case.get("orbax"):
@@ -699,8 +747,6 @@ def differing(found: Given, wanted: Given, noise: dict[str, list[float]] | None 
     """The leaves that differ by more than their scale allows, or rounding does."""
     lines = []
     for part, want in wanted.items():
-        if part in ("evaluated", "outputs", "value_and_grad") and part not in found:
-            continue
         pairs = jax.tree_util.tree_leaves_with_path(want)
         got = jax.tree.leaves(found[part])
         if len(got) != len(pairs):
@@ -822,7 +868,7 @@ def smallest(case: Case, failed: Outcome, seconds: float = 300) -> Case:
 
     for name in names:
         smaller = dataclasses.replace(case, given={each: value for each, value in case.given.items() if each != name})
-        if time.monotonic() < end and smaller.get(name) != case.get(name) and fails(smaller):
+        if smaller.get(name) == case.get(name) or (time.monotonic() < end and fails(smaller)):
             case = smaller
     with configured():
         number = len(model_of(case).layers)
