@@ -401,8 +401,8 @@ class Plain:
             new = jax.tree.map(lambda new, old, mine: new if mine else old, new, state, flags)
         return filled(after, params), new
 
-    def gradients(self, kind: str, params: Any, owns: Any, states: Any, number: int) -> dict[str, Any]:
-        """The loss, aux, gradients and model state of a step."""
+    def gradients(self, kind: str, params: Any, owns: Any, states: Any, number: int, *, alike: bool = False) -> dict[str, Any]:
+        """The loss, aux, gradients and model state of a step; ``alike``: of another loss in the pipeline of the first."""
         case, found = self.case, list[Any]()
         pieces, shares = pieces_of(case, batch_of(case, number), kind)
         key, tasks, count = key_of(case, number), tasks_of(case, number), case.get("microbatches")
@@ -415,7 +415,7 @@ class Plain:
                 value, mine, aux, grads = self.steps[kind](params, owns and owns[tasks[r]], tuple(rest))
                 found.append((value, aux, grads))
             after.append(mine)
-        scales = np.ones_like(shares) if case.get("reduction") and kind == "loss" else shares
+        scales = np.ones_like(shares) if case.get("reduction") and (alike or kind == "loss") else shares
         losses, auxes, grads = zip(*found, strict=True)
         own_grads = {}
         for task in set(tasks) if owns else ():
@@ -494,7 +494,7 @@ class Plain:
         if case.get("evaluate"):
             made["evaluated"] = self.gradients("loss", params, owns, states, number)["loss"]
         if case.get("evaluate other"):
-            made["other"] = self.gradients("other", params, owns, states, number)["loss"]
+            made["other"] = self.gradients("other", params, owns, states, number, alike=True)["loss"]
         if case.get("apply"):
             made["outputs"] = self.applied(params, own, states, number, key)
         if case.get("stream"):
@@ -631,6 +631,7 @@ class Trained:
             if case.at_front("forward"):
                 names = set(inspect.signature(jaxpp.Forward).parameters)
                 given = {name: value for name, value in options_of(case, model, self.params[0]).items() if name in names}
+                given |= {name: None for name in ("host", "shard") if given.get(name) not in ("params", "parameters")}
                 self.forward = jaxpp.Forward(self.fn, **given | {"reduce_aux": "join"})
                 self.brought = self.forward.init(self.params[0], self.batches[0])
 
