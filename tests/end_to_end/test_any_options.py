@@ -913,11 +913,11 @@ def check(case: Case) -> str:
     return f"{found.status}: {found.said}"
 
 
-SHORT = tuple(range(12))
+SHORT = 184, 209, 211, 228, 275
 
 
 def seeds() -> Iterator[Any]:
-    """Twelve that are quick, of which none is refused; then more, of which a sixth is in the long tier."""
+    """A few that are quick, of which none is refused; then more, of which a sixth is in the long tier."""
     yield from SHORT
     more = [seed for seed in range(2252) if seed not in SHORT]
     for k, seed in enumerate(more):
