@@ -371,8 +371,9 @@ def pieces_of(case: Case, batch: Any, kind: str = "loss") -> tuple[list[list[Any
 class Plain:
     """What a case is to make, by a loop over microbatches with optax, on one device."""
 
-    def __init__(self, case: Case, model: Model):
+    def __init__(self, case: Case, model: Model, *, counts: bool = True):
         self.case, self.model, self.optimizer = case, model, OPTIMIZERS[case.get("optimizer")]()
+        self.counts = counts  # whether weight="auto" finds a count
         self.steps = {kind: jax.jit(functools.partial(self.differentiated, kind)) for kind in ("loss", "other")}
         self.outputs = jax.jit(lambda *args: outputs_of(case, model)(*args)[0].mean(1))
         self.init = jax.jit(self.optimizer.init)
@@ -404,7 +405,7 @@ class Plain:
     def gradients(self, kind: str, params: Any, owns: Any, states: Any, number: int, *, alike: bool = False) -> dict[str, Any]:
         """The loss, aux, gradients and model state of a step; ``alike``: of another loss in the pipeline of the first."""
         case, found = self.case, list[Any]()
-        pieces, shares = pieces_of(case, batch_of(case, number), kind)
+        pieces, shares = pieces_of(case, batch_of(case, number), kind if self.counts else "other")
         key, tasks, count = key_of(case, number), tasks_of(case, number), case.get("microbatches")
         after = []
         for r, own in enumerate(pieces):
@@ -420,7 +421,8 @@ class Plain:
         own_grads = {}
         for task in set(tasks) if owns else ():
             mine = [k for k in range(len(found)) if tasks[k // count] == task]
-            own_grads[task] = weighted(scales[mine] / scales[mine].sum(), [grads[k][1] for k in mine])
+            each = scales[mine] if case.get("reduction") else scales[mine] / scales[mine].sum()
+            own_grads[task] = weighted(each, [grads[k][1] for k in mine])
         order = sorted(range(len(found)), key=lambda k: k % count if case.get("pieces") else k)
         return {
             "loss": weighted(scales, losses),
@@ -801,8 +803,10 @@ def noise_of(plain: Plain, wanted: Given, eps: float) -> dict[str, list[float]]:
 def judged(case: Case) -> str:
     """What became of a case: ``equal``, or what rounding was asked for; an exception if it was refused, or is wrong."""
     model = model_of(case)
-    found = Trained(case, model).run()
-    plain = Plain(case, model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = Trained(case, model).run()
+    plain = Plain(case, model, counts=not any("finds no count" in str(warning.message) for warning in told))
     wanted = plain.run()
     if case.get("optimizer") == "frozen" or case.get("trains") is not None or case.get("bank"):
         del wanted["norms"]  # of which some have no gradient, or another's
