@@ -108,11 +108,12 @@ class Accumulation:
 
     def shares(self, batch: Batch, pieces: Sequence[Batch], parts: Sequence[int]) -> Float[Array, " microbatches"]:
         """The share that each microbatch has in the mean."""
-        if isinstance(self.weight, Sharing):
-            return self.weight.shares(pieces, [True] * len(pieces))
-        weights = jnp.asarray(parts if self.weight is None else [self.weight(piece) for piece in pieces], scale_dtype())
         if isinstance(batch, Microbatches) and batch.weights is not None:
             weights = jnp.tile(jnp.asarray(batch.weights, scale_dtype()), self.num_replicas)
+        elif isinstance(self.weight, Sharing):
+            return self.weight.shares(pieces, [True] * len(pieces))
+        else:
+            weights = jnp.asarray(parts if self.weight is None else [self.weight(piece) for piece in pieces], scale_dtype())
         return weights / weights.sum()
 
 
