@@ -325,6 +325,17 @@ def trained_by(case: Case, params: Any, kind: str) -> set[str]:
     return mine if kind == "loss" else set(names) - mine
 
 
+def optimizer_of(case: Case, params: Any) -> Any:
+    """The optimizer; where steps train a part of the parameters, it holds what it does for each part apart, as these have to."""
+    made = OPTIMIZERS[case.get("optimizer")]()
+    if case.get("trains") is None:
+        return made
+    mine = trained_by(case, params, "loss")
+    each = {"loss": made.gradient_transformation() if isinstance(made, optax.MultiSteps) else made, "other": adam()}
+    labels = lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: "loss" if path[0].key in mine else "other", tree)  # noqa: E731
+    return optax.multi_transform(each, labels)
+
+
 # --- the plain loop ---
 
 
@@ -372,7 +383,7 @@ class Plain:
     """What a case is to make, by a loop over microbatches with optax, on one device."""
 
     def __init__(self, case: Case, model: Model, *, counts: bool = True):
-        self.case, self.model, self.optimizer = case, model, OPTIMIZERS[case.get("optimizer")]()
+        self.case, self.model, self.optimizer = case, model, optimizer_of(case, parted(case, model.params)[0])
         self.counts = counts  # whether weight="auto" finds a count
         self.steps = {kind: jax.jit(functools.partial(self.differentiated, kind)) for kind in ("loss", "other")}
         self.outputs = jax.jit(lambda *args: outputs_of(case, model)(*args)[0].mean(1))
@@ -389,17 +400,16 @@ class Plain:
         new, aux = extra if self.case.get("state") else ({}, extra)
         return value, new, aux, grads
 
-    def updated(self, params: Any, grads: Any, state: Any, loss: Any, names: frozenset[str]) -> Any:
-        """Parameters and optimizer state after an update of the parameters of these names."""
-        floats = floats_of(params)
+    def updated(self, params: Any, grads: Any, state: Any, loss: Any, kind: str) -> Any:
+        """Parameters and optimizer state after an update of the parameters that a step trains."""
+        floats, names = floats_of(params), trained_by(self.case, params, kind)
         trained = jax.tree_util.tree_map_with_path(lambda path, _: path[0].key in names, floats)
         grads = jax.tree.map(lambda grad, mine: grad if mine else jnp.zeros_like(grad), grads, trained)
         whole = optax.with_extra_args_support(self.optimizer)
         updates, new = whole.update(grads, state, floats, value=loss)
         after = jax.tree.map(lambda new, old, mine: new if mine else old, optax.apply_updates(floats, updates), floats, trained)
-        if not all(jax.tree.leaves(trained)):
-            flags = optax.tree.map_params(self.optimizer, lambda _, mine: mine, state, trained, transform_non_params=lambda _: True)
-            new = jax.tree.map(lambda new, old, mine: new if mine else old, new, state, flags)
+        if self.case.get("trains") is not None:
+            new = state._replace(inner_states=state.inner_states | {kind: new.inner_states[kind]})
         return filled(after, params), new
 
     def gradients(self, kind: str, params: Any, owns: Any, states: Any, number: int, *, alike: bool = False) -> dict[str, Any]:
@@ -466,8 +476,7 @@ class Plain:
             found = self.gradients(kind, before if case.get("delay") else params, owns, states, number)
             if number == 0:
                 made |= self.at_first(found, params, owns, states)
-            names = frozenset(trained_by(case, params, kind))
-            after, opt_state = self.update(params, found["grads"], opt_state, found["loss"], names)
+            after, opt_state = self.update(params, found["grads"], opt_state, found["loss"], kind)
             before, params, states = params, after, found["states"]
             for task, grads in found["own"].items():
                 owns[task], own_states[task] = self.bank_update(owns[task], grads, own_states[task])
@@ -618,7 +627,7 @@ class Trained:
     def __init__(self, case: Case, model: Model):
         self.case, self.model, self.params = case, model, parted(case, model.params)
         self.losses = {kind: loss_of(case, model, kind) for kind in ("loss", "other")}
-        self.optimizer = OPTIMIZERS[case.get("optimizer")]()
+        self.optimizer = optimizer_of(case, self.params[0])
         self.batches = [batch_of(case, number) for number in range(STEPS)]
         self.fn = signed(case, lambda *args: outputs_of(case, model)(*args)[0].mean(1))
         self.made = collections.defaultdict[str, list[Any]](list)
