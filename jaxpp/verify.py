@@ -108,11 +108,12 @@ class Accumulation:
 
     def shares(self, batch: Batch, pieces: Sequence[Batch], parts: Sequence[int]) -> Float[Array, " microbatches"]:
         """The share that each microbatch has in the mean."""
-        if isinstance(self.weight, Sharing):
-            return self.weight.shares(pieces, [True] * len(pieces))
-        weights = jnp.asarray(parts if self.weight is None else [self.weight(piece) for piece in pieces], scale_dtype())
         if isinstance(batch, Microbatches) and batch.weights is not None:
             weights = jnp.tile(jnp.asarray(batch.weights, scale_dtype()), self.num_replicas)
+        elif isinstance(self.weight, Sharing):
+            return self.weight.shares(pieces, [True] * len(pieces))
+        else:
+            weights = jnp.asarray(parts if self.weight is None else [self.weight(piece) for piece in pieces], scale_dtype())
         return weights / weights.sum()
 
 
@@ -153,7 +154,7 @@ def oracle(
     order = sorted(range(len(pieces)), key=lambda i: i % count if isinstance(batch, Microbatches) else i)  # that of the batch
     ordered = shares[jnp.asarray(order)], sized[jnp.asarray(order)]
     aux = _merge_aux([auxes[i] for i in order], *ordered, rule.reducers or {}, skips=skips)
-    total = _by_task(grads, scales, rule.groups, count) if rule.groups else _sum(grads)
+    total = _by_task(grads, None if rule.reduction == "sum" else scales, rule.groups, count) if rule.groups else _sum(grads)
     return _sum(losses), aux, total, *([jax.tree.map(_mean_or_first, *states)] if rule.has_state else [])
 
 
@@ -196,12 +197,12 @@ def _sum(trees: Sequence[Tree]) -> Tree:
     return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), trees)
 
 
-def _by_task(grads: Sequence[Grads], scales: Array, groups: Sequence[Sequence[int]], count: int) -> list[Grads]:
-    """For each replica the gradient of Theta, over all, and that of its task, the mean over the replicas that ran it."""
+def _by_task(grads: Sequence[Grads], scales: Array | None, groups: Sequence[Sequence[int]], count: int) -> list[Grads]:
+    """For each replica the gradient of Theta, over all, and that of its task, the mean over the replicas that ran it, or sum."""
     shared, found = _sum([grad.shared for grad in grads]), {}
     for group in groups:
         mine = [i for r in group for i in range(r * count, (r + 1) * count)]
-        share = sum(scales[i] for i in mine)
+        share = 1.0 if scales is None else sum(scales[i] for i in mine)
         total = _sum([grads[i].own for i in mine])
         mean = jax.tree.map(lambda leaf, share=share: (leaf / share).astype(leaf.dtype), total)
         found |= dict.fromkeys(group, mean)

@@ -61,6 +61,7 @@ class GroupMean(NamedTuple):
     """Averages gradients over replicas with the same parameters of their own, by the weights unless all replicas weigh the same."""
 
     avals: tuple[Aval, ...]  # of the gradients, as one replica has them
+    summed: bool = False  # whether they are added up instead, as those of a loss that is a sum
 
 
 class MemoryCopy(enum.Enum):

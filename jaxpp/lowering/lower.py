@@ -471,7 +471,8 @@ def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) 
     own = [ref for ref in sums.leaves if step.num_replicas > 1 and step.leaves.all_params[ref.index].own]
     if own:  # each over the replicas with the same
         scales = [] if step.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
-        mean, means = GroupMean(tuple(step.params[ref.index] for ref in own)), [total_name(stage, Role.GRAD, k.index) for k in own]
+        mean = GroupMean(tuple(step.params[ref.index] for ref in own), step.summed)
+        means = [total_name(stage, Role.GRAD, ref.index) for ref in own]
         builder.call(f"total of tasks stage {stage}", mean, stage, [*(Name(stage, ref) for ref in own), *scales], means)
     totals = [(ref, step.params[ref.index]) for ref in sums.leaves if ref not in own]
     if stage == step.loss_stage:

@@ -1,4 +1,4 @@
-"""Parameters of which each replica has its own: their gradient is the mean over the replicas that have the same.
+"""Parameters of which each replica has its own: their gradient is the mean, or sum, over the replicas that have the same.
 
 The host knows beforehand which these are: a group reduces on a mesh of its own devices, and a replica alone not at all.
 """
@@ -40,6 +40,7 @@ class Mean:
     groups: ReplicaGroups
     homes: tuple[NamedSharding, ...]  # of the gradients, and of the microbatches' weights, if replicas weigh differently
     avals: tuple[Aval, ...]  # of the gradients, as one replica has them
+    summed: bool = False  # whether they are added up instead
     _groups: dict[tuple[int, ...], tuple[Compiled, list[NamedSharding], tuple[Device, ...]]] = field(default_factory=dict)
 
     def __call__(self, *values: Array) -> list[Array]:
@@ -79,9 +80,9 @@ class Mean:
         return self._groups[group]
 
     def _compiled(self, group: tuple[int, ...], homes: list[NamedSharding]) -> Compiled:
-        key = tuple((aval.shape, aval.dtype) for aval in self.avals), *homes
+        key = self.summed, tuple((aval.shape, aval.dtype) for aval in self.avals), *homes
         if key not in self.groups.compiled:
-            count, share = len(self.avals), len(group) / len(self._devices)
+            count, share = len(self.avals), 1.0 if self.summed else len(group) / len(self._devices)
 
             def mean(*args: Array) -> list[Array]:
                 whole = sum(_total(weight) for weight in args[count:]) if args[count:] else share

@@ -160,6 +160,15 @@ def test_the_count_that_a_loss_divides_by_is_found_at_every_length(x64):
         np.testing.assert_allclose(pipe.step(state, jaxpp.Microbatches(given), donate=False)[1].loss, want, rtol=1e-12)
 
 
+def test_weights_of_ones_own_take_the_place_of_the_count_that_a_loss_divides_by(x64):
+    def masked(params, batch):
+        each, seen = losses(params, batch)
+        return (each * (batch["segments"] > 1)).sum() / (seen * (batch["segments"] > 1)).sum()
+
+    params = init_fn(jax.random.key(0), jnp.float64)
+    check(pipeline(masked, num_stages=2, weight="auto"), params, microbatches(4, 9, weights=(1, 5)), loss=masked)
+
+
 def test_weights_of_sixteen_bits_are_as_exact_as_others():
     params, given = init_fn(jax.random.key(0)), microbatches(4, 6, 4)
     pipe = pipeline(num_stages=2)

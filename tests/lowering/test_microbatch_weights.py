@@ -72,3 +72,18 @@ def test_weights_are_looked_at_once_a_shape(monkeypatch):
     monkeypatch.setattr("jaxpp.lowering.microbatch_weights.Weights.look", pytest.fail)
     _, metrics = pipe.step(state, batch | {"mask": jnp.zeros(8)})
     assert jnp.isnan(metrics.loss)
+
+
+def test_the_count_that_a_loss_divides_by_is_found_beside_a_key_that_it_closes_over(x64):
+    noise = jax.random.key(7)
+
+    def masked(params, batch):
+        x = batch["x"] + jax.random.normal(noise, (4,))
+        each = ((jnp.tanh(x @ params["w1"]) @ params["w2"]) ** 2).mean(-1)
+        return (each * batch["mask"]).sum() / batch["mask"].sum()
+
+    params = jax.tree.map(lambda leaf: leaf.astype(float), PARAMS)
+    batch = {"x": jnp.arange(32.0).reshape(8, 4) / 32, "mask": jnp.array([1.0, 0, 1, 1, 0, 0, 0, 1])}
+    pipe = pipeline(masked, weight="auto", num_microbatches=2)
+    state = pipe.init(params, batch)
+    np.testing.assert_allclose(pipe.step(state, batch)[1].loss, masked(params, batch), rtol=1e-12)

@@ -31,6 +31,12 @@ def test_a_group_has_its_sum_over_its_share_of_the_replicas():
     assert found.sharding == HOME
 
 
+def test_a_group_has_its_sum_where_losses_are_added_up():
+    (found,) = Mean(groups_of("a", "b", "a", "c"), (HOME,), AVALS, summed=True)(jax.device_put(GRADS, HOME))
+    together = GRADS[0] + GRADS[2]
+    np.testing.assert_array_equal(found, [together, GRADS[1], together, GRADS[3]])
+
+
 def test_where_replicas_weigh_differently_it_is_over_the_weight_of_the_group_and_zero_if_that_is_none():
     weights = jax.device_put(np.array([1.0, 0.0, 3.0, 2.0], scale_dtype()), HOME)
     (found,) = Mean(groups_of("a", "b", "a", "c"), (HOME, HOME), AVALS)(jax.device_put(GRADS, HOME), weights)

@@ -54,8 +54,8 @@ DATA = numbers(7, BATCH, WIDTH), np.random.default_rng(8).integers(0, CLASSES, B
 SHARED, OWN = optax.adamw(1e-2), optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(3e-3))
 
 
-def pipeline(bank, **options):
-    return jaxpp.Pipeline(loss_fn, SHARED, **({"num_stages": 2, "num_microbatches": 2, "has_aux": True, "bank": bank} | options))
+def pipeline(bank, loss=loss_fn, **options):
+    return jaxpp.Pipeline(loss, SHARED, **({"num_stages": 2, "num_microbatches": 2, "has_aux": True, "bank": bank} | options))
 
 
 def opened(bank, **options):
@@ -260,6 +260,24 @@ def test_replicas_with_different_tasks_equal_the_oracle(num_replicas, options):
     compare("params", state.params, shared, floor=0.1)
     for name, params in tasks.items():
         compare(name, bank.params(name), params, floor=0.1)
+
+
+@pytest.mark.parametrize("tasks", [["t0", "t1"], pytest.param(["t0", "t0"], marks=pytest.mark.long)])
+def test_of_a_loss_that_is_a_sum_the_gradient_of_a_task_is_the_sum_over_its_replicas(tasks):
+    def loss(params, task, batch, key):
+        return len(batch[1]) * loss_fn(params, task, batch, key)[0]
+
+    bank = jaxpp.Bank(sets(2), optax.sgd(1.0))
+    pipe, state = opened(bank, data_parallel=2, reduction="sum", has_aux=False, loss=loss)
+    key = jax.random.key(0)
+    pipe.verify(state, DATA, key, task=tasks)
+    pipe.step(state, DATA, key, task=tasks)
+    parts = [tuple(np.split(leaf, 4)[i] for leaf in DATA) for i in range(4)]
+    grads = [jax.grad(loss, 1)(theta(), sets(2)[tasks[i // 2]], parts[i], jax.random.fold_in(key, i)) for i in range(4)]
+    for name in dict.fromkeys(tasks):
+        mine = [grad for i, grad in enumerate(grads) if tasks[i // 2] == name]
+        wanted = jax.tree.map(lambda start, *each: start - sum(each), sets(2)[name], *mine)
+        compare(name, bank.params(name), wanted, floor=0.1)
 
 
 @pytest.mark.long

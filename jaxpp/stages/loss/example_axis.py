@@ -314,7 +314,8 @@ def _values(array: Leaf) -> np.ndarray | None:
     if isinstance(array, Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return None
     is_key = jnp.issubdtype(jax.dtypes.result_type(array), jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(array) if is_key else array)
+    with jax.ensure_compile_time_eval():  # whoever asks may be traced, as the weights of microbatches are
+        return np.asarray(jax.random.key_data(array) if is_key else array)
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
