@@ -46,7 +46,7 @@ from jaxpp.stages.cuts.by_step import Lengths, Links, PerStage, balance_step, st
 from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy, with_copies
 from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.floating import frozen_by_type
-from jaxpp.stages.jaxpr import calls_host, describe, shapes_of
+from jaxpp.stages.jaxpr import calls_host, describe, shapes_of, variables
 from jaxpp.stages.layers import rows_between, slices_between, stacked_axes
 from jaxpp.stages.loss.aux import Reducer, check_aux
 from jaxpp.stages.loss.microbatch import (
@@ -69,7 +69,13 @@ from jaxpp.types import Aval, Batch, Home, Key, LossFn, Params, Tree
 
 
 class ModelStateWarning(UserWarning):
-    """Running statistics are among the parameters, where the optimizer changes them and the model does not."""
+    """Running statistics, or counts of random numbers, are among the parameters, where what the model makes of them is lost.
+
+    Attributes:
+        counts: whether there are counts of random numbers, which make the same numbers for each microbatch.
+    """
+
+    counts: bool = False
 
 
 class OffloadWarning(UserWarning):
@@ -86,25 +92,46 @@ def _offloading(loss: TracedLoss) -> OffloadWarning | None:
     return OffloadWarning(f"loss_fn: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
 
 
-def _trained_statistics(params: Params, frozen: frozenset[int]) -> ModelStateWarning | None:
-    """Warns of running statistics among the parameters, by Flax's names for them; not of those that the optimizer leaves alone."""
+_STATE = "BatchStat", "RngCount"  # NNX's variables that a model changes
+_NNX = (
+    "split it off, graphdef, params, rest = nnx.split(model, nnx.Param, ...); pass has_state=True and a loss_fn(params, rest, batch) "
+    "that merges, model = nnx.merge(graphdef, params, rest, copy=True), and returns loss, (nnx.state(model, nnx.Not(nnx.Param)), aux)"
+    "; call pipe.init((params, rest), batch)"
+)
+_LINEN = "pass has_state=True, with a loss_fn(params, model_state, batch) that returns loss, (new_model_state, aux)"
 
-    def is_statistic(node: Tree) -> bool:
-        return "BatchStat" in (type(node).__name__, getattr(getattr(node, "type", None), "__name__", ""))
 
-    found, leaf = list[str](), 0
-    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_statistic):
-        count = len(jax.tree.leaves(node))
-        named = any(getattr(key, "key", None) == "batch_stats" for key in path)
-        if (named or is_statistic(node)) and not frozen.issuperset(range(leaf, leaf + count)):
-            found.append(f"params{jax.tree_util.keystr(path)}")
-        leaf += count
+def _lost_state(loss: TracedLoss, params: Params, frozen: frozenset[int]) -> ModelStateWarning | None:
+    """Warns of model state among the parameters, by Flax's names for it: statistics that the optimizer trains, counts that are read."""
+
+    def kind_of(node: Tree) -> str:
+        names = type(node).__name__, getattr(getattr(node, "type", None), "__name__", "")
+        return next((name for name in _STATE if name in names), "")
+
+    used = {var for eqn in loss.graph.eqns for var in variables(eqn.invars)}
+    places = {path: k for k, path in enumerate(dict.fromkeys(path for path, _, _ in loss.stacks))}
+    read = {places[path] for (path, _, _), var in zip(loss.stacks, loss.params, strict=True) if var in used}
+    found, leaf = dict[str, list[str]](), 0
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: bool(kind_of(node))):
+        kind, leaves = kind_of(node), range(leaf, leaf + len(jax.tree.leaves(node)))
+        if not kind and any(getattr(key, "key", None) == "batch_stats" for key in path):
+            kind = "batch_stats"
+        if kind and not (read.isdisjoint(leaves) if kind == "RngCount" else frozen.issuperset(leaves)):
+            found.setdefault(kind, []).append(f"params{jax.tree_util.keystr(path)}")
+        leaf = leaves.stop
     if not found:
         return None
-    rule = "running statistics are updated by the model, and the optimizer trains them like parameters here"
-    got = ", ".join([*found[:3], f"... ({len(found)})"] if len(found) > 4 else found)
-    fix = "pass has_state=True, with a loss_fn(params, model_state, batch) that returns loss, (new_model_state, aux)"
-    return ModelStateWarning(f"params: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
+    counts, rules = "RngCount" in found, list[str]()
+    if not counts or len(found) > 1:
+        rules.append("running statistics are updated by the model, and the optimizer trains them like parameters here")
+    if counts:
+        rules.append("a count of random numbers is updated by the model, and nobody keeps it here: each step has the same dropout")
+    names = [name for each in found.values() for name in each]
+    got = ", ".join([*names[:3], f"... ({len(names)})"] if len(names) > 4 else names)
+    fix = _LINEN if "batch_stats" in found else _NNX
+    warning = ModelStateWarning(f"params: {'; '.join(rules)}.\n  Got: {got}.\n  Fix: {fix}.")
+    warning.counts = counts
+    return warning
 
 
 @dataclass(frozen=True)
@@ -253,7 +280,9 @@ class _Layouts:
         merge = tracing.merge(loss, options.loss_fn, variables, self.microbatch, self.key, self.microbatches)
         _check_collectives(loss, options.placement, merge.weight, num_own(variables[0]))
         owner = follows or owners(loss, cuts)
-        warnings = self._warnings(loss, cuts, owner, params)
+        warnings = list(self._warnings(loss, cuts, owner, params))
+        if not any(isinstance(each, ModelStateWarning) and each.counts for each in warnings):  # it is told what is mended first
+            warnings.append(merge.warning)
         first = tracing.cut(loss, cuts, owner, merge.reducers, state_owner=None if like is None else like.state_owner)
         packs = tuple(code.packs for code in first.stages)
         packed = {ref.index for each in packs for pack in each for ref in pack.members}
@@ -275,7 +304,7 @@ class _Layouts:
             packs=packs,
             weight=merge.weight,
             follows=follows,
-            warnings=tuple(filter(None, (*warnings, merge.warning))),
+            warnings=tuple(filter(None, warnings)),
         ), first
 
     def _params(self, slicing: Slicing) -> list[StateLeaf]:
@@ -326,7 +355,7 @@ class _Layouts:
         if not loss.graph.sharded:
             divided_on = {stage for spec, stages in zip(specs, readers, strict=True) if any(spec) for stage in stages}
             yield from undivided_warnings(placement, divided_on, by_list=options.by_list)
-        yield None if self.optimizer is None else _trained_statistics(self.given[0], self.frozen)
+        yield None if self.optimizer is None else _lost_state(loss, self.given[0], self.frozen)
         chosen = options.cuts is None and self.like is None and options.balance != "memory"
         yield uneven(loss, cuts, placement.speeds) if chosen else None
         yield _offloading(loss)
