@@ -94,15 +94,15 @@ def _offloading(loss: TracedLoss) -> OffloadWarning | None:
 
 _STATE = "BatchStat", "RngCount"  # NNX's variables that a model changes
 _NNX = (
-    "split it off, graphdef, params, rest = nnx.split(model, nnx.Param, ...); pass has_state=True and a loss_fn(params, rest, batch) "
-    "that merges, model = nnx.merge(graphdef, params, rest, copy=True), and returns loss, (nnx.state(model, nnx.Not(nnx.Param)), aux)"
-    "; call pipe.init((params, rest), batch)"
+    "split it off, graphdef, params, rest = nnx.split(model, nnx.Param, ...); pass has_state=True and a "
+    "loss_fn(params, rest, batch) that merges, model = nnx.merge(graphdef, params, rest, copy=True), and returns loss, "
+    "(new_rest, aux) with new_rest = nnx.state(model, nnx.Not(nnx.Param)); call pipe.init((params, rest), batch)"
 )
 _LINEN = "pass has_state=True, with a loss_fn(params, model_state, batch) that returns loss, (new_model_state, aux)"
 
 
 def _lost_state(loss: TracedLoss, params: Params, frozen: frozenset[int]) -> ModelStateWarning | None:
-    """Warns of model state among the parameters, by Flax's names for it: statistics that the optimizer trains, counts that are read."""
+    """Warns of model state among the parameters, by Flax's names for it: trained statistics, and counts that are read."""
 
     def kind_of(node: Tree) -> str:
         names = type(node).__name__, getattr(getattr(node, "type", None), "__name__", "")
@@ -617,7 +617,7 @@ class Preparer:
         self._is_unjudged = options.schedule.num_microbatches * placement.num_replicas == 1  # as one microbatch is the whole batch
         self.tracing = Tracing(options, layout.frozen, layout.follows)
         self._cuts = LRU[CutLoss](4 * options.max_shapes)  # a shape has microbatches of two sizes, to train and to evaluate
-        self._cuts.put((options.loss_fn, shapes_key(microbatch, key), options.is_loss), first)
+        self._cuts.put((options.loss_fn, shapes_key(microbatch, key), options.is_loss, False), first)
         self._first_shapes = microbatch, None if key is None else avals_of(key)
         self._known_programs: WeakValueDictionary[Hashable, Program] = WeakValueDictionary()
         self._known_constants: WeakValueDictionary[int, Constant] = WeakValueDictionary()
@@ -643,10 +643,13 @@ class Preparer:
             other._cuts.put(name, replace(again, weight=cut.weight))
         return other
 
-    def cut_for(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool) -> CutLoss:
-        """The loss cut at one microbatch's shapes, with every parameter where its owner is."""
-        name = loss_fn, shapes_key(microbatch, key), train
-        return self._cuts.get_or_make(name, lambda: self._cut(loss_fn, microbatch, key, train=train))
+    def cut_for(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool, alone: bool = False) -> CutLoss:
+        """The loss cut at one microbatch's shapes, with every parameter where its owner is.
+
+        ``alone``: another loss than the pipeline's, whose microbatch is the whole batch, of which there is nothing to tell.
+        """
+        name = loss_fn, shapes_key(microbatch, key), train, alone
+        return self._cuts.get_or_make(name, lambda: self._cut(loss_fn, microbatch, key, train=train, alone=alone))
 
     @property
     def first_cut(self) -> CutLoss:
@@ -654,7 +657,7 @@ class Preparer:
         microbatch, key = self._first_shapes
         return self.cut_for(self.options.loss_fn, microbatch, key, train=self.options.is_loss)
 
-    def _cut(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool) -> CutLoss:
+    def _cut(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool, alone: bool) -> CutLoss:
         layout, options = self.layout, self.options
         loss = self.tracing.trace(loss_fn, layout.variables, microbatch, key, train=train)
         same = loss.primitives == layout.spine
@@ -663,7 +666,7 @@ class Preparer:
         if loss_fn != options.loss_fn:
             merge = self.tracing.merge(loss, loss_fn, layout.variables, microbatch, key)
             reducers, weight = merge.reducers, merge.weight
-            if merge.warning is not None:
+            if merge.warning is not None and not alone:
                 warn(merge.warning)
         known = {"packs": layout.packs, "state_owner": layout.state_owner}
         return replace(self.tracing.cut(loss, cuts, layout.owner, reducers, train=train, **known), weight=weight)
@@ -699,7 +702,8 @@ class Preparer:
         batch = Microbatches(parts, batch.weights) if isinstance(batch, Microbatches) else whole[0]
         shapes = [shapes_key(part, None) for part in parts]
         different = dict(zip(shapes, parts, strict=True))
-        cuts = tuple(self.cut_for(chosen, part, key, train=train) for part in different.values())
+        alone = chosen != options.loss_fn and len(parts) * replicas == 1
+        cuts = tuple(self.cut_for(chosen, part, key, train=train, alone=alone) for part in different.values())
         self._check(cuts, split, chosen, parts, key, batch if isinstance(batch, Microbatches) and train else None)
         leaves, num_leaves = jax.tree.leaves(batch), len(jax.tree.leaves(parts[0]))
         given = list(given_names(num_leaves, shared, len(parts) if one_by_one else None))

@@ -21,6 +21,7 @@ from jaxpp.stages.graph import ancestors
 from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.stages.loss.aux import Reducer, reducers_of, reducing
 from jaxpp.stages.loss.example_axis import (
+    WHOLE_THERE,
     Count,
     Examples,
     Incomparable,
@@ -251,10 +252,10 @@ class Tracing:
             whole = trial.whole and verdict.what == options.reduction and weight is None
             one_by_one = trial.sizes == (1, 1)  # there is no function of more examples from which the step could differ
             if count > 1 and not one_by_one and not given_weights and (weight is None or verdict.what == "mixed"):
-                told = advice(trial.loss, verdict, count, options.reduction, loss.batch_leaves, automatic=automatic)
+                told = advice(trial.loss, verdict, count, options.reduction, loss.batch_leaves, automatic=automatic, own=own)
                 remarks += [told] if told else []
         elif unknown:
-            remarks.append(unexamined(unknown, count, options.reduction))
+            remarks.append(unexamined(unknown, count, options.reduction, own=own))
         if remarks and (what := self.changed(loss_fn, variables, microbatch, key)) is not None:
             remarks = [impure(what)]
         if mixing and count > 1 and not callable(options.weight):
@@ -264,7 +265,7 @@ class Tracing:
             same, first = "join" if mixing[0].joined else "mean", mixing[0]
             fix = f"pass {reducing(first.path, same)} if that is what you want, {reducing(first.path, 'stack')} for the value of "
             fix += "each microbatch" + ", and so on for the others" * (len(mixing) > 1) + "; or num_microbatches=1"
-            remarks.append(f"aux: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
+            remarks.append(f"aux: {rule}.\n  Got: {got}.\n  Fix: {fix if own else WHOLE_THERE}.")
         return Merge(reducers, MicrobatchWarning("\n".join(remarks)) if remarks else None, weight, whole)
 
     def changed(self, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None) -> str | None:

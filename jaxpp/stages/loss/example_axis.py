@@ -1297,34 +1297,58 @@ class MicrobatchWarning(UserWarning):
     """What a step computes is not what the loss says of the whole batch, because the loss is no mean over the examples."""
 
 
+_ALONE = "filter jaxpp.MicrobatchWarning if this is what you want"
+WHOLE = f"pass num_microbatches=1 for the loss of the whole batch, or {_ALONE}"
+WHOLE_THERE = f"pass jaxpp.Microbatches([batch]), which is not split, or {_ALONE}"
+"""The same of another loss than that of the pipeline."""
+
+
 def advice(
-    loss: TracedLoss, verdict: Verdict, num_microbatches: int, reduction: str, leaves: Sequence[str], *, automatic: bool
+    loss: TracedLoss,
+    verdict: Verdict,
+    num_microbatches: int,
+    reduction: str,
+    leaves: Sequence[str],
+    *,
+    automatic: bool,
+    own: bool = True,
 ) -> str | None:
     """What to tell the user of a loss, ``leaves`` as its batch is written; None if the step is what the loss says.
 
-    ``automatic``: it was to be weighed by its count.
+    ``automatic``: it was to be weighed by its count; ``own``: it is that of the pipeline, and not another one to evaluate.
     """
-    name, parts = "loss_fn", f"over {num_microbatches} microbatches"
-    computed = f"a step computes the {reduction} {parts} of the loss"
+    parts, gradients = f"over {num_microbatches} microbatches", "; so are the gradients" * own
+    computed = f"loss_fn: {_step(own)} computes the {reduction} {parts} of the loss"
     if verdict.what == reduction:
         return None
     if verdict.what == "sum":
-        got = f"a sum over the examples, of which that is 1/{num_microbatches}; so are the gradients"
-        return f'{name}: {computed}.\n  Got: {got}.\n  Fix: pass reduction="sum", or return the mean.'
+        got = f"a sum over the examples, of which that is 1/{num_microbatches}{gradients}"
+        fix = 'pass reduction="sum", or return the mean'
+        if not own:
+            fix = 'return the mean, or the sum as aux, which is added over the microbatches: return loss, {"sum": sum}'
+        return f"{computed}.\n  Got: {got}.\n  Fix: {fix}."
     if verdict.what == "mean":
-        got = f"a mean over the examples, of which that is {num_microbatches} times as much; so are the gradients"
-        return f"{name}: {computed}.\n  Got: {got}.\n  Fix: leave reduction out, or return the sum."
+        got = f"a mean over the examples, of which that is {num_microbatches} times as much{gradients}"
+        fix = "leave reduction out, or return the sum" if own else 'return the sum, or the mean as aux: return loss, {"mean": mean}'
+        return f"{computed}.\n  Got: {got}.\n  Fix: {fix}."
     if verdict.what == "count" and verdict.divisor is not None and verdict.divisor.var is not None:
         plain = verdict.divisor.degree == verdict.degree == 0 and is_reciprocal(loss.graph, verdict.divisor)
         line = written(loss, verdict.divisor.var, leaves) if plain else None
         got = "a sum over the examples divided by a count of them, which may be another in each microbatch"
         fix = 'pass weight="auto"' + (f", or weight=lambda batch: {line}" if line else "")
-        return f"{name}: {computed}.\n  Got: {got}.\n  Fix: {fix}."
+        if not own:
+            both = f'{{"sum": sum, "count": {line or "count"}}}'
+            fix = f"return both as aux, {both}, which are added over the microbatches, and divide "
+            fix += 'metrics.aux["sum"] by metrics.aux["count"]'
+        return f"{computed}.\n  Got: {got}.\n  Fix: {fix}."
     got = f"a loss that is no mean over the examples: {verdict.mixing}"
     if automatic:
         got += '; weight="auto" finds no count to weigh by, so microbatches weigh as many examples as they have'
-    fix = "pass num_microbatches=1 for the loss of the whole batch, or filter jaxpp.MicrobatchWarning if this is what you want"
-    return f"{name}: {computed}, and each microbatch knows its own examples only.\n  Got: {got}.\n  Fix: {fix}."
+    return f"{computed}, and each microbatch knows its own examples only.\n  Got: {got}.\n  Fix: {WHOLE if own else WHOLE_THERE}."
+
+
+def _step(own: bool) -> str:
+    return "a step" if own else "an evaluation"
 
 
 IMPURE = (
@@ -1338,9 +1362,8 @@ def impure(what: str) -> str:
     return f"loss_fn: {IMPURE}.\n  Got: {what}.\n  Fix: {PURE}."
 
 
-def unexamined(why: str, num_microbatches: int, reduction: str) -> str:
+def unexamined(why: str, num_microbatches: int, reduction: str, *, own: bool = True) -> str:
     """What to tell the user of a loss of which nobody knows what it does with the examples."""
-    rule = f"a step computes the {reduction} over {num_microbatches} microbatches of the loss, and of its aux values"
+    rule = f"{_step(own)} computes the {reduction} over {num_microbatches} microbatches of the loss, and of its aux values"
     got = f"a loss that cannot be compared at batches of two sizes, so nobody knows whether that is the loss of the batch: {why}"
-    fix = "pass num_microbatches=1 for the loss of the whole batch, or filter jaxpp.MicrobatchWarning if this is what you want"
-    return f"loss_fn: {rule}.\n  Got: {got}.\n  Fix: {fix}."
+    return f"loss_fn: {rule}.\n  Got: {got}.\n  Fix: {WHOLE if own else WHOLE_THERE}."
