@@ -277,8 +277,8 @@ class Tracing:
                 remarks += [told] if told else []
         elif unknown:
             remarks.append(unexamined(unknown, count, options.reduction, own=own))
-        if remarks and (what := self.changed(loss_fn, variables, microbatch, key)) is not None:
-            remarks = [impure(what)]
+        what = examples.impure or (self.changed(loss_fn, variables, microbatch, key) if remarks else None)
+        remarks = remarks if what is None else [impure(what)]
         if mixing and count > 1 and not callable(options.weight):
             shown = [f"{each.leaf}: {each.what}; the step has {_HAS[each.joined]}" for each in mixing[:4]]
             got = "\n       ".join(shown + [f"and {len(mixing) - 4} more"] * (len(mixing) > 4))

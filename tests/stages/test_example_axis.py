@@ -519,10 +519,11 @@ def test_verify_says_of_a_loss_that_is_another_each_time_what_changes(name):
     assert said in str(error.value) and "report it" not in str(error.value)
 
 
-def test_a_loss_that_is_another_each_time_is_not_taken_for_one_that_depends_on_the_number_of_examples():
-    calls = itertools.count(1)
-    _, said = stepped(lambda p, b: CHANGING["a counter that grows as the batch does"][0](p, b, next(calls)))
-    assert len(said) == 1 and "is another each time" in said[0] and "number of examples" not in said[0]
+@pytest.mark.parametrize("name", CHANGING)
+def test_init_says_so_too_and_nothing_of_the_number_of_examples(name):
+    (loss, changing), calls = CHANGING[name], itertools.count(1)
+    _, said = stepped(lambda p, b: loss(p, b, next(calls)))
+    assert len(said) == 1 and changing in said[0] and "a loss is the same function each time" in said[0], said
 
 
 # ------------------------------------------------------------------------------------------------- what a loss may close over

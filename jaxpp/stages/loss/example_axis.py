@@ -230,6 +230,7 @@ class Examples(NamedTuple):
     loss: Value
     aux: tuple[Value, ...]
     axes: tuple[tuple[int, ...], ...]  # of each aux leaf, along which the examples lie
+    impure: str | None = None  # what was seen to be another at the same size
 
     @classmethod
     def by_shape(cls, loss: TracedLoss, size: int) -> "Examples":
@@ -248,16 +249,23 @@ def follow(loss: TracedLoss, other: TracedLoss, sizes: tuple[int, int], again: C
     found, odd = _followed(loss, other, _Sizes(*sizes))
     if odd:  # numbers that changed in a way of their own: with the size, or from trace to trace, as a random number does?
         _, impure = _followed(loss, again(), _Sizes(sizes[0], sizes[0]))
-        found, _ = _followed(loss, other, _Sizes(*sizes, impure=tuple(impure))) if impure else (found, odd)
+        if impure:
+            found, _ = _followed(loss, other, _Sizes(*sizes, impure=tuple(impure)))
+            return found._replace(impure=_where(loss, impure))
     return found
 
 
 def changed(loss: TracedLoss, again: TracedLoss) -> str | None:
     """What is another in a second trace of a function at the same shapes; None if nothing is, as where all it reads is given."""
     try:
-        odd = {id(atom) for atom in _followed(loss, again, _Sizes(1, 1))[1]}
+        return _where(loss, _followed(loss, again, _Sizes(1, 1))[1])
     except Incomparable:
         return "it is another list of equations each time"
+
+
+def _where(loss: TracedLoss, numbers: Sequence[Atom]) -> str | None:
+    """Where a function reads numbers that are others in a second trace; None if there are none."""
+    odd = set(map(id, numbers))
     for eqn in loss.graph.eqns:
         if not odd.isdisjoint(map(id, eqn.invars)):
             line = user_line(eqn)
