@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_flags, check_function
+from jaxpp.errors.keywords import spelt
 from jaxpp.lowering.passes.visits import WAITING
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.edges import HOST_MEMORY
@@ -433,10 +434,14 @@ def _reduction_of(reduction: str) -> str:
     return reduction
 
 
+_BALANCES = ("cost", "flops", "time", "memory")
+
+
 def _balance_of(balance: str, places: Sequence[Place]) -> str:
-    if balance not in ("cost", "flops", "time", "memory"):
+    if balance not in _BALANCES:
         rule = 'a loss is cut by "cost" (estimated), "flops" (counted), "time" (measured) or "memory" (estimated)'
-        raise ArgumentError("balance", rule, repr(balance), 'pass balance="time" or balance="memory", or leave it out')
+        fix = spelt([balance], _BALANCES, 'pass balance="time" or balance="memory", or leave it out')
+        raise ArgumentError("balance", rule, repr(balance), fix)
     if balance == "memory" and len({place.num_shards for place in places}) > 1:
         rule = "what a stage holds is found before it is known on how many devices it will be"
         got = f"ranks of {', '.join(str(place.num_shards) for place in places)} devices"

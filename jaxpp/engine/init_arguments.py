@@ -214,8 +214,13 @@ def _called(options: Options, *args: Tree) -> Tree | None:
 def swapped(given: InitArguments) -> ArgumentError:
     """The error for a batch where the parameters should be."""
     who = "the loss" if given.where.startswith("pipe.") else "the function"
-    kinds = f"a batch, {_kind(given.made)}, then parameters, {_kind(given.batch)}"
-    return _wrong_init(given.where, f"{kinds}: {who} takes them the other way round")
+    got = f"a batch, {_kind(given.made)}, then parameters, {_kind(given.batch)}: {who} takes them the other way round"
+    name = given.where.rpartition(".")[2]
+    if name == "init" or name.startswith("abstract"):
+        return _wrong_init(given.where, got)
+    return ArgumentError(
+        given.where, f"{name} takes parameters and a batch, in this order", got, f"call {given.where}(params, batch)"
+    )
 
 
 def variables_of(options: Options, made: Tree) -> tuple[Tree, ...]:
