@@ -140,6 +140,14 @@ def test_an_exception_of_init_comes_out_unchanged_with_a_note():
     assert "jaxpp: raised while tracing init" in error.value.__notes__
 
 
+def test_an_init_of_shapes_is_told_to_make_arrays_of_them():
+    shapes = jax.eval_shape(lambda: BATCH)
+    with pytest.raises(TypeError, match="ShapeDtypeStruct") as error:
+        pipeline().abstract_state(lambda key: PLAIN.init(key, shapes["x"]), jax.random.key(0), shapes)
+    note = "jaxpp: shapes hold no numbers; in init put jnp.zeros(leaf.shape, leaf.dtype) in the place of each"
+    assert note in error.value.__notes__
+
+
 def test_an_exception_of_the_loss_comes_out_unchanged_with_a_note():
     with pytest.raises(KeyError, match="z") as error:
         grad(lambda p, b: b["z"])
