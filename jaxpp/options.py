@@ -213,8 +213,10 @@ class Options:
         names = ", ".join(devices if len(devices) <= 8 else [*devices[:7], f"... ({len(devices)})"])
         counts = {"replicas": [placement.num_replicas], "shards": sorted({place.num_shards for place in placement.by_rank})}
         shared = " x ".join(f"{' or '.join(map(str, each))} {what}" for what, each in counts.items() if max(each) > 1)
+        sizes = [f"{schedule.num_stages} stage{'s' * (schedule.num_stages > 1)}"]
+        sizes += [f"{schedule.num_microbatches} microbatch{'es' * (schedule.num_microbatches > 1)}"]
         return [
-            f"  schedule: {schedule.name}, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches",
+            f"  schedule: {schedule.name}, {', '.join(sizes)}",
             f"  devices: {names}" + f" ({shared} a rank)" * bool(shared),
         ]
 

@@ -109,6 +109,7 @@ class Value:
     mixing: Mixing | None = None  # of MIXED and of a function; of placed rows, where they meet their places
 
 
+_INTO_ROWS = "what is computed of all examples goes into the row of each, as in batch normalisation"
 _REDUCED = frozenset({Relation.TOTAL, Relation.FUNCTION, Relation.LARGEST, Relation.SMALLEST})
 
 _LAID_OUT = "sharding_constraint reshard layout_constraint with_memory_space_constraint device_put name pin unpin"
@@ -473,7 +474,7 @@ class _Follower(Interpreter[Value]):
             return Value(degree=scale[0], count=scale[1], placed=any(value.placed for value in values))
         if Relation.ROWS in kinds:
             if kinds - {Relation.ROWS, Relation.SAME}:
-                return self._mixed("what is computed of all examples goes into the row of each")
+                return self._mixed(_INTO_ROWS)
             if len(scales) > 1:
                 return self._mixed("what depends on the number of examples is added to what does not")
             return self._rows(values, *(*scales,)[0])
@@ -570,7 +571,7 @@ class _Follower(Interpreter[Value]):
         kinds = {a.kind, b.kind}
         if Relation.ROWS in kinds:
             if reduced:
-                return self._mixed("what is computed of all examples goes into the row of each")
+                return self._mixed(_INTO_ROWS)
             return self._rows((a, b), degree, count)
         if reduced:
             return Value(Relation.TOTAL, degree, count, reduced[0].plus, placed=reduced[0].placed, mixing=reduced[0].mixing)
@@ -584,10 +585,10 @@ class _Follower(Interpreter[Value]):
         reduced = kinds & _REDUCED
         if Relation.ROWS in kinds:
             if reduced:
-                return self._mixed("what is computed of all examples goes into the row of each")
+                return self._mixed(_INTO_ROWS)
             if any(value.degree or value.count for value in values) or any(v.degree is None for v in values):
                 if any(value.count for value in values):
-                    return self._mixed("what is computed of all examples goes into the row of each")
+                    return self._mixed(_INTO_ROWS)
                 return self._mixed("what is computed of an example depends on the number of examples")
             return self._rows(values, 0, None)
         if reduced:
@@ -618,7 +619,7 @@ class _Follower(Interpreter[Value]):
         if condition.kind == Relation.SAME and not condition.placed:
             return found
         if found.kind in _REDUCED:
-            return self._mixed("what is computed of all examples goes into the row of each")
+            return self._mixed(_INTO_ROWS)
         if found.kind == Relation.MIXED:
             return found
         if Relation.ROWS in (condition.kind, found.kind):
@@ -858,9 +859,7 @@ class _Follower(Interpreter[Value]):
         if value.kind == Relation.SAME or index.kind in _REDUCED:
             return self._rows_of(value, [index])
         if value.kind in _REDUCED:
-            return (
-                value if index.kind == Relation.SAME else self._mixed("what is computed of all examples goes into the row of each")
-            )
+            return value if index.kind == Relation.SAME else self._mixed(_INTO_ROWS)
         if not operand.axes:
             return self._rows_of(value, [index])
         axis = operand.axes[0]
