@@ -200,7 +200,10 @@ def test_the_progress_bar_says_for_what_batch_it_compiles(monkeypatch, capsys):
     monkeypatch.setattr("jaxpp.runtime.compile._PATIENCE", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     pipe = pipeline(lambda params, x: 0.123 * plain(params, x))  # which no other test has compiled
-    state = pipe.init(PARAMS, X[:8])
-    assert "compiling for a batch of 8" in capsys.readouterr().err
+    state = pipe.init(
+        lambda key: jax.tree.map(lambda leaf: 0.123 * jax.random.normal(key, leaf.shape), PARAMS), jax.random.key(0), X[:8]
+    )
+    said = capsys.readouterr().err
+    assert "compiling for a batch of 8" in said and "compiling init" in said and "compiling the optimizer's init" in said
     pipe.evaluate(state, X[:3])
     assert "compiling for a batch of 3" in capsys.readouterr().err
