@@ -1305,7 +1305,7 @@ class MicrobatchWarning(UserWarning):
 
 
 _ALONE = "filter jaxpp.MicrobatchWarning if this is what you want"
-WHOLE = f"pass num_microbatches=1 for the loss of the whole batch, or {_ALONE}"
+_WHOLE = f"pass num_microbatches=1 for the loss of the whole batch, or {_ALONE}"
 WHOLE_THERE = f"pass jaxpp.Microbatches([batch]), which is not split, or {_ALONE}"
 """The same of another loss than that of the pipeline."""
 
@@ -1351,7 +1351,7 @@ def advice(
     got = f"a loss that is no mean over the examples: {verdict.mixing}"
     if automatic:
         got += '; weight="auto" finds no count to weigh by, so microbatches weigh as many examples as they have'
-    return f"{computed}, and each microbatch knows its own examples only.\n  Got: {got}.\n  Fix: {WHOLE if own else WHOLE_THERE}."
+    return f"{computed}, and each microbatch knows its own examples only.\n  Got: {got}.\n  Fix: {_WHOLE if own else WHOLE_THERE}."
 
 
 def _step(own: bool) -> str:
@@ -1373,4 +1373,4 @@ def unexamined(why: str, num_microbatches: int, reduction: str, *, own: bool = T
     """What to tell the user of a loss of which nobody knows what it does with the examples."""
     rule = f"{_step(own)} computes the {reduction} over {num_microbatches} microbatches of the loss, and of its aux values"
     got = f"a loss that cannot be compared at batches of two sizes, so nobody knows whether that is the loss of the batch: {why}"
-    return f"loss_fn: {rule}.\n  Got: {got}.\n  Fix: {WHOLE if own else WHOLE_THERE}."
+    return f"loss_fn: {rule}.\n  Got: {got}.\n  Fix: {_WHOLE if own else WHOLE_THERE}."
