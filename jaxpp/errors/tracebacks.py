@@ -46,9 +46,13 @@ def entry(function: Callable[_P, _R]) -> Callable[_P, _R]:
             leave(error, trace)
             if is_ctrl_c(error):
                 raise KeyboardInterrupt from None
-            if wrong is not None:
+            if wrong is None:
+                raise
+            try:
                 raise wrong from None
-            raise
+            except JaxppError as told:  # raised here, so that this frame can be taken out too
+                fold(told)
+                raise
 
     return public
 

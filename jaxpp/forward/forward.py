@@ -486,6 +486,16 @@ class Forward:
         return "\n".join([*lines, *(f"  memory: {remark}" for remark in setup.stages.remarks)])
 
     @entry
+    def __call__(self, *args: Tree, **named: Tree) -> NoReturn:
+        """Refuse to be called; its methods say what is to be done."""
+        del args, named
+        rule = f"a jaxpp.{type(self).__name__} is no function, and its methods run what it was made of"
+        what = (
+            "pipe.step(state, batch), or pipe.evaluate(state, batch)" if self._options.is_loss else "forward.apply(params, batch)"
+        )
+        raise ArgumentError(f"{self._name}(...)", rule, "a call", f"write {what}")
+
+    @entry
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be pickled or copied."""
         made = "state" if self._options.is_loss else "parameters"

@@ -46,6 +46,8 @@ CASES = {
     "an application without parameters": lambda: jaxpp.Forward(loss_fn, num_stages=2).apply(X),
     "gradients without a batch": lambda: jaxpp.value_and_grad(loss_fn, num_stages=2)(PARAMS),
     "too much for a schedule": lambda: jaxpp.schedule.make("1f1b", 2, 4, 1, 1),
+    "a forward for a function": lambda: jaxpp.Forward(loss_fn, num_stages=2)(PARAMS, X),
+    "a pipeline for a function": lambda: pipeline(num_stages=2)(PARAMS, X),
     "nothing near": lambda: jaxpp.Forward(loss_fn, num_stages=2, xyz=1),
 }
 
