@@ -1,6 +1,7 @@
 """Options checked before anything runs: each check refuses what makes no run in one line, with the flag as it was typed."""
 
 import dataclasses
+import difflib
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
@@ -124,7 +125,10 @@ def check_names(name: str, given: Sequence[str], known: Collection[str], *, none
     unknown = [each for each in given if each not in known]
     if unknown:
         rule = f"there is no such {name.removesuffix('s')}"
-        raise ConfigError(f"{flag(name)} {' '.join(unknown)}: {rule}. Fix: pass some of {', '.join(known)}.")
+        longer = [each for each in known if each.startswith(unknown[0])]
+        near = " or ".join(longer or difflib.get_close_matches(unknown[0], known, n=1))
+        fix = f"{near}, or some of" if near else "some of"
+        raise ConfigError(f"{flag(name)} {' '.join(unknown)}: {rule}. Fix: pass {fix} {', '.join(known)}.")
 
 
 def check_multiple(config: object, name: str, factor: str, rule: str) -> None:

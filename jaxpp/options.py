@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from jaxpp.errors import ArgumentError, ScheduleError, shown
 from jaxpp.errors.checks import check_flags, check_function
+from jaxpp.errors.keywords import spelt
 from jaxpp.lowering.passes.visits import WAITING
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
 from jaxpp.runtime.edges import HOST_MEMORY
@@ -212,8 +213,10 @@ class Options:
         names = ", ".join(devices if len(devices) <= 8 else [*devices[:7], f"... ({len(devices)})"])
         counts = {"replicas": [placement.num_replicas], "shards": sorted({place.num_shards for place in placement.by_rank})}
         shared = " x ".join(f"{' or '.join(map(str, each))} {what}" for what, each in counts.items() if max(each) > 1)
+        sizes = [f"{schedule.num_stages} stage{'s' * (schedule.num_stages > 1)}"]
+        sizes += [f"{schedule.num_microbatches} microbatch{'es' * (schedule.num_microbatches > 1)}"]
         return [
-            f"  schedule: {schedule.name}, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches",
+            f"  schedule: {schedule.name}, {', '.join(sizes)}",
             f"  devices: {names}" + f" ({shared} a rank)" * bool(shared),
         ]
 
@@ -433,10 +436,14 @@ def _reduction_of(reduction: str) -> str:
     return reduction
 
 
+_BALANCES = ("cost", "flops", "time", "memory")
+
+
 def _balance_of(balance: str, places: Sequence[Place]) -> str:
-    if balance not in ("cost", "flops", "time", "memory"):
+    if balance not in _BALANCES:
         rule = 'a loss is cut by "cost" (estimated), "flops" (counted), "time" (measured) or "memory" (estimated)'
-        raise ArgumentError("balance", rule, repr(balance), 'pass balance="time" or balance="memory", or leave it out')
+        fix = spelt([balance], _BALANCES, 'pass balance="time" or balance="memory", or leave it out')
+        raise ArgumentError("balance", rule, repr(balance), fix)
     if balance == "memory" and len({place.num_shards for place in places}) > 1:
         rule = "what a stage holds is found before it is known on how many devices it will be"
         got = f"ranks of {', '.join(str(place.num_shards) for place in places)} devices"

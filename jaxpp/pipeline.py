@@ -218,7 +218,8 @@ class Pipeline(Forward):
     _name, _arguments = "pipe", "state, {}, fn"
     _uncut = (
         "a pipeline is cut by init or abstract_state, when it first sees shapes",
-        "call state = pipe.init(...) first; for a checkpoint, target = pipe.abstract_state(...), and restore to target",
+        "call state = pipe.init(params, batch) first, or pipe.init(init_fn, key, batch); for a checkpoint, "
+        "target = pipe.abstract_state(...), and restore to target",
     )
 
     def __init__(  # noqa: PLR0913  (the options of the front door)

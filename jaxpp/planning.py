@@ -119,7 +119,7 @@ class PlanRow:
         bound: the bound of the compiled programs; None for a row that is estimated from shapes.
         dollars: what an hour of one GPU costs; None if no price was given.
         steps: how many steps a run has, if that was said.
-        per_step: tokens of a step, or examples where no leaf of the batch holds whole numbers.
+        per_step: tokens of a step, or examples where no leaf of the batch holds several whole numbers an example.
         given: options of ``Pipeline`` that all rows share.
         shardings: how GPUs share a stage, where that was proposed (``jaxpp.propose_shardings``).
     """
@@ -381,8 +381,8 @@ def plan(  # noqa: PLR0913  (the options of the front door)
         model: how many GPUs share each stage of a replica (the axis ``model`` of a mesh), one number or several. ``shardings=``
             says how, unless the parameters do; without either, ``jaxpp.propose_shardings`` does.
         hbm: bytes of each GPU that may be used. Default: what JAX takes of the GPU's memory, less what libraries hold.
-        tokens: of a whole run, for days and cost. A batch has as many tokens as its largest leaf of whole numbers has elements, and
-            where there is none, as many as it has examples.
+        tokens: of a whole run, for days and cost. A batch has as many tokens as its largest leaf of whole numbers has elements;
+            where that is one an example, as labels are, or there is none, examples are counted.
         price: dollars for an hour of one GPU, by the names in ``gpus``.
         schedules: names, or one. Default: ``"1f1b"``, ``"interleaved"`` and ``"zb-h1"``; ``"looped-bfs"`` for a state on the host.
         num_microbatches: of each replica, a number or several. Default: two, four and eight times the ranks, or what near these
@@ -421,7 +421,8 @@ def plan(  # noqa: PLR0913  (the options of the front door)
         rule, got = "some number of GPUs is divided by the number that share a stage", f"{sorted({kind[1] for kind in kinds})} GPUs"
         raise ArgumentError("jaxpp.plan(..., model=...)", rule, f"{got}, model={shown(model)}", "pass model=1, or other counts")
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(batch) if jnp.issubdtype(leaf.dtype, jnp.integer)]
-    per_step, what = (max(sizes), "tokens") if sizes else (planner.num_examples, "examples")
+    per_step = max([*sizes, planner.num_examples])
+    what = "tokens" if per_step > planner.num_examples else "examples"
     steps = None if tokens is None else float(tokens) / per_step
     planner = planner.sized([layout for layout, _ in layouts])
     outcomes = _searched_all(planner, [layout for layout, _ in layouts])

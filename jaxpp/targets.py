@@ -642,7 +642,9 @@ def _plugin(found: GPU) -> str:
     modules = [f"jax_plugins.xla_cuda{version}" for version in (12, 13) if _is_installed(f"jax_plugins.xla_cuda{version}")]
     where = f"target({found.name!r})"
     if not modules:
-        rule = "to compile for a GPU that is not there, JAX needs its CUDA plug-in"
+        rule = (
+            "to compile for a GPU that is not there, or to plan for it from shapes, JAX needs its CUDA plug-in, which describes it"
+        )
         got = "neither jax-cuda12-plugin nor jax-cuda13-plugin is installed"
         raise ArgumentError(where, rule, got, 'pip install -e ".[targets]" in the checkout of jaxpp')
     packages = [f"jax-{modules[0].rpartition('_')[2]}-{part}" for part in ("plugin", "pjrt")]

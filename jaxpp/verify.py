@@ -357,7 +357,7 @@ def _compare_with(plain: "_Plain", engine: Engine, found: Outcome[Array], batch:
     plain.compare_grads(grads, lambda params: plain.accumulated(plain.loss_fn, params)[2])
     compare("model_state", _model_state_of(engine, found), *(new or [()]), coarsest=plain.coarsest)
     count = len(batch) if isinstance(batch, Microbatches) else engine.options.schedule.num_microbatches
-    compared = [f"equals gradient accumulation on one device, {count} microbatches, leaf by leaf"]
+    compared = [f"equals gradient accumulation on one device, {count} microbatch{'es' * (count != 1)}, leaf by leaf"]
     if reason := plain.no_whole():
         compared.append(f"not compared with the loss of the whole batch: {reason}")
     else:

@@ -228,7 +228,8 @@ def test_hosts_share_the_devices_equally():
 def test_without_the_plug_in_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert message("h100", 63) == [
-        "target('h100'): to compile for a GPU that is not there, JAX needs its CUDA plug-in.",
+        "target('h100'): to compile for a GPU that is not there, or to plan for it from shapes, JAX needs its CUDA plug-in, "
+        "which describes it.",
         "  Got: neither jax-cuda12-plugin nor jax-cuda13-plugin is installed.",
         '  Fix: pip install -e ".[targets]" in the checkout of jaxpp.',
     ]

@@ -60,7 +60,7 @@ class Config:
         Raises:
             ConfigError: an unknown model or attention, a number too small, a price that is none.
         """
-        check_names("models", (self.model,), MODELS)
+        check_names("model", (self.model,), MODELS)
         check_names("attention", (self.attention,), ("cudnn", "xla"))
         check_numbers(self, zero=("compiled",))
         if self.tokens < 0 or not math.isfinite(self.tokens):

@@ -247,20 +247,20 @@ class Engine:
     def make_params(self, graph: Graph, key: Key, wanted: Leaves[Name]) -> Leaves[Array]:
         """Make the leaves that the traced init returns, which are called ``wanted``, each on its owner."""
         made = list(map(here, wanted.flat()))
-        return wanted.fill(self._run_once(lower_init(graph, [INIT_KEY], made), [INIT_KEY], made, [key]))
+        return wanted.fill(self._run_once("init", lower_init(graph, [INIT_KEY], made), [INIT_KEY], made, [key]))
 
     def make_opt_state(self, params: Sequence[Array]) -> list[Array]:
         """Make the optimizer state of all parameters, shared and own, each leaf on its owner."""
         names = self.placed.names_on_devices
         given, made = names.all_params, names.all_opt
         builder = lower_init(self.update.init_graph, given, made, "init_optimizer")
-        return self._run_once(builder, given, made, params)
+        return self._run_once("the optimizer's init", builder, given, made, params)
 
     def _run_once(
-        self, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name], arguments: Sequence[Array]
+        self, what: str, builder: Builder, inputs: Sequence[Name], outputs: Sequence[Name], arguments: Sequence[Array]
     ) -> list[Array]:
         bound = self.bind(builder.finish(inputs, outputs))
-        plan, _ = compile_plan(bound, self.programs, self.preparer.groups, leaves=self.placed.shapes_by_role)
+        plan, _ = compile_plan(bound, self.programs, self.preparer.groups, leaves=self.placed.shapes_by_role, what=what)
         return execute(plan, arguments)
 
     def bind(

@@ -21,7 +21,7 @@ from jaxpp.runtime.edges import put
 from jaxpp.runtime.processes.channel import agreement
 from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loss.microbatch import first_of
+from jaxpp.stages.loss.microbatch import first_of, inputs_in
 from jaxpp.stages.loss.traced_loss import check_trainable
 from jaxpp.types import Array, Batch, Home, Key, Leaf, Tree
 
@@ -51,7 +51,7 @@ class InitArguments(NamedTuple):
         except Exception as error:
             unsaid = not (_inputs_of(self.made) if _is_of_model(self.made) else _required(self.made))
             if isinstance(error, TypeError) and "required positional argument" in str(error) and unsaid:
-                line = _line(self.made, _guess(self.batch))
+                line = _line(self.made, inputs_in(self.batch))
                 error.add_note(f"jaxpp: {self.where} calls its function with the key alone; if it takes inputs too, pass {line}")
             if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(self.made)):
                 got = f"init was given {_kind(self.made)} as its function"
@@ -107,7 +107,7 @@ def refuse_containers(where: str, given: Tree, batch: Batch) -> None:
     if callable(getattr(given, "init", None)) and callable(getattr(given, "apply", None)) and not has_arrays:
         rule = f"{name} takes the function that makes the parameters, or the parameters, and not the model"
         got = f"a model, {getattr(given, '__name__', None) or type(given).__name__}"
-        raise ArgumentError(where, rule, got, f"pass lambda key: model.init(key, {_guess(batch)}) in its place")
+        raise ArgumentError(where, rule, got, f"pass lambda key: model.init(key, {inputs_in(batch)}) in its place")
 
 
 def check_order(where: str, made: Tree, batch: Batch, key: Key | None) -> None:
@@ -135,7 +135,7 @@ def with_inputs(where: str, init: Tree, batch: Batch) -> tuple[Tree, str]:
     takes = f"{_name_of(init)}, which takes {', '.join(wanted)} beside the key"
     if len(found) != len(wanted):
         rule = "init calls its function with the key, and with items of the batch that have the names of what else it takes"
-        raise InitError(where, rule, f"{takes}, and {_kind(batch)}", f"pass {_line(init, _guess(batch))}")
+        raise InitError(where, rule, f"{takes}, and {_kind(batch)}", f"pass {_line(init, inputs_in(batch))}")
     if where.endswith(".init") and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(found)):
         rule = "a function that takes inputs makes parameters from arrays"
         raise InitError(where, rule, f"{takes}, and a batch of shapes", f"pass arrays, or {_line(init, 'jnp.zeros(...)')}")
@@ -177,14 +177,6 @@ def _line(init: Callable[..., Tree], *inputs: str) -> str:
     return f"lambda key: {_name_of(init)}(key, {', '.join(inputs)})"
 
 
-def _guess(batch: Batch) -> str:
-    """Where in a batch the inputs of a model may be."""
-    if isinstance(batch, Mapping) and batch:
-        first = next(iter(batch))
-        return f'batch["{first}"]' if isinstance(first, str) else f"batch[{first!r}]"
-    return "batch[0]" if isinstance(batch, (tuple, list)) else "batch"
-
-
 def _name_of(init: Callable[..., Tree]) -> str:
     method = _method_of(init)
     name = getattr(method, "__name__", "init_fn").replace("<lambda>", "init_fn")
@@ -222,8 +214,13 @@ def _called(options: Options, *args: Tree) -> Tree | None:
 def swapped(given: InitArguments) -> ArgumentError:
     """The error for a batch where the parameters should be."""
     who = "the loss" if given.where.startswith("pipe.") else "the function"
-    kinds = f"a batch, {_kind(given.made)}, then parameters, {_kind(given.batch)}"
-    return _wrong_init(given.where, f"{kinds}: {who} takes them the other way round")
+    got = f"a batch, {_kind(given.made)}, then parameters, {_kind(given.batch)}: {who} takes them the other way round"
+    name = given.where.rpartition(".")[2]
+    if name == "init" or name.startswith("abstract"):
+        return _wrong_init(given.where, got)
+    return ArgumentError(
+        given.where, f"{name} takes parameters and a batch, in this order", got, f"call {given.where}(params, batch)"
+    )
 
 
 def variables_of(options: Options, made: Tree) -> tuple[Tree, ...]:

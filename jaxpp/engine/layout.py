@@ -46,7 +46,7 @@ from jaxpp.stages.cuts.by_step import Lengths, Links, PerStage, balance_step, st
 from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy, with_copies
 from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.floating import frozen_by_type
-from jaxpp.stages.jaxpr import calls_host, describe, shapes_of
+from jaxpp.stages.jaxpr import calls_host, describe, shapes_of, variables
 from jaxpp.stages.layers import rows_between, slices_between, stacked_axes
 from jaxpp.stages.loss.aux import Reducer, check_aux
 from jaxpp.stages.loss.microbatch import (
@@ -69,7 +69,13 @@ from jaxpp.types import Aval, Batch, Home, Key, LossFn, Params, Tree
 
 
 class ModelStateWarning(UserWarning):
-    """Running statistics are among the parameters, where the optimizer changes them and the model does not."""
+    """Running statistics, or counts of random numbers, are among the parameters, where what the model makes of them is lost.
+
+    Attributes:
+        counts: whether there are counts of random numbers, which make the same numbers for each microbatch.
+    """
+
+    counts: bool = False
 
 
 class OffloadWarning(UserWarning):
@@ -86,25 +92,46 @@ def _offloading(loss: TracedLoss) -> OffloadWarning | None:
     return OffloadWarning(f"loss_fn: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
 
 
-def _trained_statistics(params: Params, frozen: frozenset[int]) -> ModelStateWarning | None:
-    """Warns of running statistics among the parameters, by Flax's names for them; not of those that the optimizer leaves alone."""
+_STATE = "BatchStat", "RngCount"  # NNX's variables that a model changes
+_NNX = (
+    "split it off, graphdef, params, rest = nnx.split(model, nnx.Param, ...); pass has_state=True and a "
+    "loss_fn(params, rest, batch) that merges, model = nnx.merge(graphdef, params, rest, copy=True), and returns loss, "
+    "(new_rest, aux) with new_rest = nnx.state(model, nnx.Not(nnx.Param)); call pipe.init((params, rest), batch)"
+)
+_LINEN = "pass has_state=True, with a loss_fn(params, model_state, batch) that returns loss, (new_model_state, aux)"
 
-    def is_statistic(node: Tree) -> bool:
-        return "BatchStat" in (type(node).__name__, getattr(getattr(node, "type", None), "__name__", ""))
 
-    found, leaf = list[str](), 0
-    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_statistic):
-        count = len(jax.tree.leaves(node))
-        named = any(getattr(key, "key", None) == "batch_stats" for key in path)
-        if (named or is_statistic(node)) and not frozen.issuperset(range(leaf, leaf + count)):
-            found.append(f"params{jax.tree_util.keystr(path)}")
-        leaf += count
+def _lost_state(loss: TracedLoss, params: Params, frozen: frozenset[int]) -> ModelStateWarning | None:
+    """Warns of model state among the parameters, by Flax's names for it: trained statistics, and counts that are read."""
+
+    def kind_of(node: Tree) -> str:
+        names = type(node).__name__, getattr(getattr(node, "type", None), "__name__", "")
+        return next((name for name in _STATE if name in names), "")
+
+    used = {var for eqn in loss.graph.eqns for var in variables(eqn.invars)}
+    places = {path: k for k, path in enumerate(dict.fromkeys(path for path, _, _ in loss.stacks))}
+    read = {places[path] for (path, _, _), var in zip(loss.stacks, loss.params, strict=True) if var in used}
+    found, leaf = dict[str, list[str]](), 0
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: bool(kind_of(node))):
+        kind, leaves = kind_of(node), range(leaf, leaf + len(jax.tree.leaves(node)))
+        if not kind and any(getattr(key, "key", None) == "batch_stats" for key in path):
+            kind = "batch_stats"
+        if kind and not (read.isdisjoint(leaves) if kind == "RngCount" else frozen.issuperset(leaves)):
+            found.setdefault(kind, []).append(f"params{jax.tree_util.keystr(path)}")
+        leaf = leaves.stop
     if not found:
         return None
-    rule = "running statistics are updated by the model, and the optimizer trains them like parameters here"
-    got = ", ".join([*found[:3], f"... ({len(found)})"] if len(found) > 4 else found)
-    fix = "pass has_state=True, with a loss_fn(params, model_state, batch) that returns loss, (new_model_state, aux)"
-    return ModelStateWarning(f"params: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
+    counts, rules = "RngCount" in found, list[str]()
+    if not counts or len(found) > 1:
+        rules.append("running statistics are updated by the model, and the optimizer trains them like parameters here")
+    if counts:
+        rules.append("a count of random numbers is updated by the model, and nobody keeps it here: each step has the same dropout")
+    names = [name for each in found.values() for name in each]
+    got = ", ".join([*names[:3], f"... ({len(names)})"] if len(names) > 4 else names)
+    fix = _LINEN if "batch_stats" in found else _NNX
+    warning = ModelStateWarning(f"params: {'; '.join(rules)}.\n  Got: {got}.\n  Fix: {fix}.")
+    warning.counts = counts
+    return warning
 
 
 @dataclass(frozen=True)
@@ -253,7 +280,9 @@ class _Layouts:
         merge = tracing.merge(loss, options.loss_fn, variables, self.microbatch, self.key, self.microbatches)
         _check_collectives(loss, options.placement, merge.weight, num_own(variables[0]))
         owner = follows or owners(loss, cuts)
-        warnings = self._warnings(loss, cuts, owner, params)
+        warnings = list(self._warnings(loss, cuts, owner, params))
+        if not any(isinstance(each, ModelStateWarning) and each.counts for each in warnings):  # it is told what is mended first
+            warnings.append(merge.warning)
         first = tracing.cut(loss, cuts, owner, merge.reducers, state_owner=None if like is None else like.state_owner)
         packs = tuple(code.packs for code in first.stages)
         packed = {ref.index for each in packs for pack in each for ref in pack.members}
@@ -275,7 +304,7 @@ class _Layouts:
             packs=packs,
             weight=merge.weight,
             follows=follows,
-            warnings=tuple(filter(None, (*warnings, merge.warning))),
+            warnings=tuple(filter(None, warnings)),
         ), first
 
     def _params(self, slicing: Slicing) -> list[StateLeaf]:
@@ -326,7 +355,7 @@ class _Layouts:
         if not loss.graph.sharded:
             divided_on = {stage for spec, stages in zip(specs, readers, strict=True) if any(spec) for stage in stages}
             yield from undivided_warnings(placement, divided_on, by_list=options.by_list)
-        yield None if self.optimizer is None else _trained_statistics(self.given[0], self.frozen)
+        yield None if self.optimizer is None else _lost_state(loss, self.given[0], self.frozen)
         chosen = options.cuts is None and self.like is None and options.balance != "memory"
         yield uneven(loss, cuts, placement.speeds) if chosen else None
         yield _offloading(loss)
@@ -588,7 +617,7 @@ class Preparer:
         self._is_unjudged = options.schedule.num_microbatches * placement.num_replicas == 1  # as one microbatch is the whole batch
         self.tracing = Tracing(options, layout.frozen, layout.follows)
         self._cuts = LRU[CutLoss](4 * options.max_shapes)  # a shape has microbatches of two sizes, to train and to evaluate
-        self._cuts.put((options.loss_fn, shapes_key(microbatch, key), options.is_loss), first)
+        self._cuts.put((options.loss_fn, shapes_key(microbatch, key), options.is_loss, False), first)
         self._first_shapes = microbatch, None if key is None else avals_of(key)
         self._known_programs: WeakValueDictionary[Hashable, Program] = WeakValueDictionary()
         self._known_constants: WeakValueDictionary[int, Constant] = WeakValueDictionary()
@@ -614,10 +643,13 @@ class Preparer:
             other._cuts.put(name, replace(again, weight=cut.weight))
         return other
 
-    def cut_for(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool) -> CutLoss:
-        """The loss cut at one microbatch's shapes, with every parameter where its owner is."""
-        name = loss_fn, shapes_key(microbatch, key), train
-        return self._cuts.get_or_make(name, lambda: self._cut(loss_fn, microbatch, key, train=train))
+    def cut_for(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool, alone: bool = False) -> CutLoss:
+        """The loss cut at one microbatch's shapes, with every parameter where its owner is.
+
+        ``alone``: another loss than the pipeline's, whose microbatch is the whole batch, of which there is nothing to tell.
+        """
+        name = loss_fn, shapes_key(microbatch, key), train, alone
+        return self._cuts.get_or_make(name, lambda: self._cut(loss_fn, microbatch, key, train=train, alone=alone))
 
     @property
     def first_cut(self) -> CutLoss:
@@ -625,7 +657,7 @@ class Preparer:
         microbatch, key = self._first_shapes
         return self.cut_for(self.options.loss_fn, microbatch, key, train=self.options.is_loss)
 
-    def _cut(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool) -> CutLoss:
+    def _cut(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool, alone: bool) -> CutLoss:
         layout, options = self.layout, self.options
         loss = self.tracing.trace(loss_fn, layout.variables, microbatch, key, train=train)
         same = loss.primitives == layout.spine
@@ -634,7 +666,7 @@ class Preparer:
         if loss_fn != options.loss_fn:
             merge = self.tracing.merge(loss, loss_fn, layout.variables, microbatch, key)
             reducers, weight = merge.reducers, merge.weight
-            if merge.warning is not None:
+            if merge.warning is not None and not alone:
                 warn(merge.warning)
         known = {"packs": layout.packs, "state_owner": layout.state_owner}
         return replace(self.tracing.cut(loss, cuts, layout.owner, reducers, train=train, **known), weight=weight)
@@ -670,7 +702,8 @@ class Preparer:
         batch = Microbatches(parts, batch.weights) if isinstance(batch, Microbatches) else whole[0]
         shapes = [shapes_key(part, None) for part in parts]
         different = dict(zip(shapes, parts, strict=True))
-        cuts = tuple(self.cut_for(chosen, part, key, train=train) for part in different.values())
+        alone = chosen != options.loss_fn and len(parts) * replicas == 1
+        cuts = tuple(self.cut_for(chosen, part, key, train=train, alone=alone) for part in different.values())
         self._check(cuts, split, chosen, parts, key, batch if isinstance(batch, Microbatches) and train else None)
         leaves, num_leaves = jax.tree.leaves(batch), len(jax.tree.leaves(parts[0]))
         given = list(given_names(num_leaves, shared, len(parts) if one_by_one else None))

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -283,6 +283,14 @@ class Metrics(_OfStep, Mapping[str, Tree]):
         if not self._has(name):
             raise KeyError(f"{name!r}; these metrics are {', '.join(self)}")
         return getattr(self, name)
+
+    if not TYPE_CHECKING:  # which would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Tree:
+            """Say where a name that is none of these is in aux; of a step in flow nothing is waited for."""
+            there = isinstance(self.aux, Mapping) and name in self.aux
+            fix = f"write metrics.aux[{name!r}]" if there else f"the names are {', '.join(each.name for each in fields(self))}"
+            raise AttributeError(f"metrics have no {name}; {fix}", name=name, obj=self)
 
     def to_dict(self) -> dict[str, Tree]:
         """The items as Python numbers, and lists of numbers, in the containers of aux: what ``json`` takes, which takes no mapping.

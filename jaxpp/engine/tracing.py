@@ -1,7 +1,8 @@
 """The user's loss traced as the options say, at any shapes and for any of the losses that a pipeline is given."""
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from jaxpp.stages.graph import ancestors
 from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.stages.loss.aux import Reducer, reducers_of, reducing
 from jaxpp.stages.loss.example_axis import (
+    WHOLE_THERE,
     Count,
     Examples,
     Incomparable,
@@ -36,6 +38,7 @@ from jaxpp.stages.loss.example_axis import (
 from jaxpp.stages.loss.microbatch import (
     Microbatches,
     batch_avals,
+    inputs_in,
     is_ragged,
     listed_examples,
     num_examples,
@@ -190,12 +193,31 @@ class Tracing:
             with cudnn_of(self.options.devices):
                 traced = trace_loss(called, params, microbatch, key, model_state=state[0] if state else None, **options)
         except Exception as error:
-            told = None if key is None else in_place_of_key(loss_fn, 2 + self.options.has_state)
-            notes = [] if isinstance(error, JaxppError) else [*(["; ".join(told)] if told else []), *listed_examples(microbatch)]
-            for note in notes:
+            for note in () if isinstance(error, JaxppError) else self._remedies(error, loss_fn, microbatch, key):
                 error.add_note(f"jaxpp: {note}")
             raise
         return in_order_of(traced, self.owner) if self.owner and not per_layer else traced
+
+    def _remedies(self, error: Exception, loss_fn: LossFn, microbatch: Batch, key: Key | None) -> Iterator[str]:
+        """What may mend what a function has raised; the errors of Flax are known by their names."""
+        before = 2 + self.options.has_state
+        if key is not None and (told := in_place_of_key(loss_fn, before)) is not None:
+            yield "; ".join(told)
+        yield from listed_examples(microbatch)
+        kind, quoted = type(error).__name__, re.findall(r'"([^"]*)"', str(error))
+        if kind == "InvalidRngError" and quoted and (self.options.is_loss or key is not None):
+            argument = (
+                "" if key is not None else "give the loss one more argument, key, after the batch, pass a key to each step, and "
+            )
+            yield f'{argument}call the model with rngs={{"{quoted[-1]}": key}}'
+        if kind == "ModifyScopeVariableError" and quoted:
+            call = f'model.apply({{"params": params, **model_state}}, ..., mutable=["{quoted[-1]}"])'
+            returns = "and returns loss, (new_model_state, aux)"
+            yield f"pass has_state=True, with a loss_fn(params, model_state, batch) that calls {call}, {returns}"
+        method = getattr(loss_fn, "function", loss_fn)
+        of_model = getattr(method, "__name__", "") == "apply" and hasattr(getattr(method, "__self__", None), "init")
+        if of_model and (inputs := inputs_in(microbatch)) != "batch":
+            yield f"model.apply is given the whole batch; pass lambda params, batch: model.apply(params, {inputs})"
 
     def cut(self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], reducers: Mapping[int, Reducer], **known: Any) -> CutLoss:
         """A traced loss as the programs of its stages."""
@@ -251,12 +273,12 @@ class Tracing:
             whole = trial.whole and verdict.what == options.reduction and weight is None
             one_by_one = trial.sizes == (1, 1)  # there is no function of more examples from which the step could differ
             if count > 1 and not one_by_one and not given_weights and (weight is None or verdict.what == "mixed"):
-                told = advice(trial.loss, verdict, count, options.reduction, loss.batch_leaves, automatic=automatic)
+                told = advice(trial.loss, verdict, count, options.reduction, loss.batch_leaves, automatic=automatic, own=own)
                 remarks += [told] if told else []
         elif unknown:
-            remarks.append(unexamined(unknown, count, options.reduction))
-        if remarks and (what := self.changed(loss_fn, variables, microbatch, key)) is not None:
-            remarks = [impure(what)]
+            remarks.append(unexamined(unknown, count, options.reduction, own=own))
+        what = examples.impure or (self.changed(loss_fn, variables, microbatch, key) if remarks else None)
+        remarks = remarks if what is None else [impure(what)]
         if mixing and count > 1 and not callable(options.weight):
             shown = [f"{each.leaf}: {each.what}; the step has {_HAS[each.joined]}" for each in mixing[:4]]
             got = "\n       ".join(shown + [f"and {len(mixing) - 4} more"] * (len(mixing) > 4))
@@ -264,7 +286,7 @@ class Tracing:
             same, first = "join" if mixing[0].joined else "mean", mixing[0]
             fix = f"pass {reducing(first.path, same)} if that is what you want, {reducing(first.path, 'stack')} for the value of "
             fix += "each microbatch" + ", and so on for the others" * (len(mixing) > 1) + "; or num_microbatches=1"
-            remarks.append(f"aux: {rule}.\n  Got: {got}.\n  Fix: {fix}.")
+            remarks.append(f"aux: {rule}.\n  Got: {got}.\n  Fix: {fix if own else WHOLE_THERE}.")
         return Merge(reducers, MicrobatchWarning("\n".join(remarks)) if remarks else None, weight, whole)
 
     def changed(self, loss_fn: LossFn, variables: Sequence[Tree], microbatch: Batch, key: Key | None) -> str | None:

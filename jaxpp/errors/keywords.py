@@ -1,11 +1,12 @@
-"""Names that are not there, of arguments and of other things: the names near them."""
+"""Calls that a function cannot take: names that are not there, and the names near them; arguments that are missing or too many."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxpp.errors import ArgumentError, shown
 
-__all__ = ["spelt", "unknown_keywords"]
+__all__ = ["spelt", "unknown_keywords", "wrong_call"]
 
 
 _ELSEWHERE = {
@@ -46,6 +47,50 @@ def unknown_keywords(where: str, given: Mapping[str, object], known: Iterable[st
         fixes.append("help(jaxpp.Pipeline) says what each takes")
     got = [f"{name}={shown(value)}" for name, value in given.items()]
     return ArgumentError(where, "an argument is passed by a name that the function has", got, "; ".join(fixes))
+
+
+def wrong_call(function: Callable[..., object], args: Sequence[object], named: Mapping[str, object]) -> ArgumentError | None:
+    """The error for arguments that a public function, which has raised a ``TypeError``, cannot be called with; None if it can.
+
+    Example:
+        >>> def step(state, batch, *, donate=True): ...
+        >>> print(wrong_call(step, (1,), {}))
+        step(...): an argument without a default is passed at each call.
+          Got: state: int
+               batch: nothing.
+          Fix: write step(state, batch).
+        >>> print(wrong_call(step, (1, 2, False), {}))
+        step(...): the first 2 arguments may be passed by position, and others by name.
+          Got: 3 by position.
+          Fix: write donate=False.
+    """
+    whole = inspect.signature(function, follow_wrapped=False).parameters.values()
+    skipped = sum(p.name in ("self", "cls") for p in whole)
+    called = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]  # ``Pipeline``, ``Forward.apply``
+    known, args = [p for p in whole if p.name not in ("self", "cls")], args[skipped:]
+    kinds = {p.kind for p in known}
+    positional = [p for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = [p for p in known if p.kind == p.KEYWORD_ONLY]
+    names, where = [p.name for p in (*positional, *by_name)], f"{called}(...)"
+    unknown = {name: value for name, value in named.items() if name not in names}
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        return unknown_keywords(where, unknown, names)
+    if len(args) > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        more, count = args[len(positional) :], len(positional)
+        rule = f"the first {count} argument{'s' * (count != 1)} may be passed by position, and others by name"
+        fixes = [f"{p.name}={shown(value)}" for p, value in zip(by_name, more, strict=False)]
+        fix = f"write {', '.join(fixes)}" if fixes else f"leave the last {len(more)} out"
+        return ArgumentError(where, rule, f"{len(args)} by position", fix)
+    needed = [p for p in (*positional, *by_name) if p.default is p.empty]
+    given = {p.name for p in positional[: len(args)]} | named.keys()
+    if missing := [p.name for p in needed if p.name not in given]:
+        line = ", ".join(p.name + "=..." * (p.kind == p.KEYWORD_ONLY) for p in needed)
+        rule = "an argument without a default is passed at each call"
+        got = [f"{p.name}: {type(value).__name__}" for p, value in zip(positional, args, strict=False)]
+        return ArgumentError(
+            where, rule, [*got, *(f"{name}: nothing" for name in missing)], f"write {called.rpartition('.')[2]}({line})"
+        )
+    return None
 
 
 def spelt(given: Iterable[str], known: Sequence[str], otherwise: str) -> str:

@@ -14,11 +14,11 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-from jaxpp.errors import ArgumentError, JaxppError
-from jaxpp.errors.keywords import unknown_keywords
+from jaxpp.errors import JaxppError
+from jaxpp.errors.keywords import wrong_call
 from jaxpp.errors.user_mesh import set_aside
 
 _P = ParamSpec("_P")
@@ -41,31 +41,20 @@ def entry(function: Callable[_P, _R]) -> Callable[_P, _R]:
             with set_aside():
                 return function(*args, **kwargs)
         except BaseException as error:
-            unknown = _unknown(function, kwargs) if isinstance(error, TypeError) and kwargs else None
+            wrong = wrong_call(function, args, kwargs) if isinstance(error, TypeError) else None
             del args, kwargs  # of this frame, which runs and cannot be cleared
             leave(error, trace)
             if is_ctrl_c(error):
                 raise KeyboardInterrupt from None
-            if unknown is not None:
-                raise unknown from None
-            raise
+            if wrong is None:
+                raise
+            try:
+                raise wrong from None
+            except JaxppError as told:  # raised here, so that this frame can be taken out too
+                fold(told)
+                raise
 
     return public
-
-
-def _unknown(function: Callable[..., object], given: Mapping[str, object]) -> ArgumentError | None:
-    """The error for names of arguments that the function, which has raised a ``TypeError``, does not have; None without such."""
-    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in ("self", "cls")]
-    wrong = {name: value for name, value in given.items() if name not in known}
-    if not wrong or any(p.kind == p.VAR_KEYWORD for p in parameters):
-        return None
-    return unknown_keywords(f"{_called(function)}(...)", wrong, known)
-
-
-def _called(function: Callable[..., object]) -> str:
-    """A public function as people write it: ``jaxpp.value_and_grad``, ``Pipeline``, ``Pipeline.from_stages``, ``Forward.apply``."""
-    return function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
 
 
 def entries(cls: _C) -> _C:

@@ -107,7 +107,7 @@ class Forward:
     _name, _arguments = "forward", "params, {}, key"
     _uncut = (
         "the function is cut by init or abstract_params, when it first sees shapes",
-        "call params = forward.init(...) first",
+        "call params = forward.init(params, batch) first, or forward.init(init_fn, key, batch)",
     )
 
     def __init__(  # noqa: PLR0913  (the options of the front door)
@@ -486,6 +486,16 @@ class Forward:
         return "\n".join([*lines, *(f"  memory: {remark}" for remark in setup.stages.remarks)])
 
     @entry
+    def __call__(self, *args: Tree, **named: Tree) -> NoReturn:
+        """Refuse to be called; its methods say what is to be done."""
+        del args, named
+        rule = f"a jaxpp.{type(self).__name__} is no function, and its methods run what it was made of"
+        what = (
+            "pipe.step(state, batch), or pipe.evaluate(state, batch)" if self._options.is_loss else "forward.apply(params, batch)"
+        )
+        raise ArgumentError(f"{self._name}(...)", rule, "a call", f"write {what}")
+
+    @entry
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be pickled or copied."""
         made = "state" if self._options.is_loss else "parameters"
@@ -531,14 +541,14 @@ class Forward:
         key = Tracing(options).key_for(variables, batch) if key is None else key
         try:
             engine = (self._setup or self._open(params_or_shapes, batch, key)).engine
+            if not same_shapes(engine.layout.given, variables):
+                engine = open_engine(options, self._optimizer, variables, batch, key)
+                engine = fit(engine, batch, key, self._waiting(engine)).engine
         except Exception as error:
             given = read_given(f"{self._name}.{where}", params_or_shapes, (batch,))
             if are_swapped(options, given, self._joined):
                 raise swapped(given) from error
             raise
-        if not same_shapes(engine.layout.given, variables):
-            engine = open_engine(options, self._optimizer, variables, batch, key)
-            engine = fit(engine, batch, key, self._waiting(engine)).engine
         return _Planned(engine, key, "update" if options.is_loss else "forward")
 
     def _open_given(self, where: str, init_or_params: Tree, args: Sequence[Tree]) -> tuple[InitArguments, Setup]:

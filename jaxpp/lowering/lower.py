@@ -550,6 +550,8 @@ def trace_init(init: Callable[[Key], Tree], key: Key, axes: RankAxes) -> tuple[G
         raise InitError("Pipeline.init(init, key, batch)", rule, "a conversion to NumPy inside init", fix) from error
     except Exception as error:
         error.add_note("jaxpp: raised while tracing init")
+        if isinstance(error, TypeError) and "ShapeDtypeStruct" in str(error):
+            error.add_note("jaxpp: shapes hold no numbers; in init put jnp.zeros(leaf.shape, leaf.dtype) in the place of each")
         raise
     return graph, trees[-1].unflatten(shapes)
 

@@ -492,7 +492,7 @@ def undivided_warnings(placement: Placement, divided: Collection[int], *, by_lis
     ``by_list``: ranks of several devices are lists in ``devices=``, and there is no mesh.
     Where ranks are of unequal width, each rank of several devices is there for its own stages; else one sharded leaf is enough.
     """
-    rules, num_shards = 'shardings=..., for example {"*/fc": "column", "*/proj": "row"}', placement.num_shards
+    rules, num_shards = "shardings=jaxpp.propose_shardings(loss_fn, params, batch, model={})", placement.num_shards
     if num_shards == 1 or (placement.is_even and divided):
         return ()
     if placement.is_even:
@@ -502,7 +502,7 @@ def undivided_warnings(placement: Placement, divided: Collection[int], *, by_lis
             where, rule = "devices, a list of devices for each rank", "the devices of a rank divide the parameters of its stages"
             instead = "one device for each rank"
         got = f'no parameter is sharded over "model": its {num_shards} devices hold and compute the same'
-        return (DevicesWarning(f"{where}: {rule}.\n  Got: {got}.\n  Fix: pass {rules}, or {instead}."),)
+        return (DevicesWarning(f"{where}: {rule}.\n  Got: {got}.\n  Fix: pass {rules.format(num_shards)}, or {instead}."),)
     found = []
     for rank, place in enumerate(placement.by_rank):
         stages = [stage for stage, other in enumerate(placement.places) if other == place]
@@ -510,7 +510,8 @@ def undivided_warnings(placement: Placement, divided: Collection[int], *, by_lis
             rule = "the devices of a rank divide the parameters of its stages"
             names = ", ".join(map(str, stages))
             got = f'no parameter of stage {names} is sharded over "model": its {place.num_shards} devices hold and compute the same'
-            found.append(DevicesWarning(f"devices, rank {rank}: {rule}.\n  Got: {got}.\n  Fix: pass {rules}, or one device there."))
+            fix = f"pass {rules.format(place.num_shards)}, or one device there"
+            found.append(DevicesWarning(f"devices, rank {rank}: {rule}.\n  Got: {got}.\n  Fix: {fix}."))
     return tuple(found)
 
 

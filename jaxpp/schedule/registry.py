@@ -418,21 +418,28 @@ def make(name: str, num_ranks: int, num_microbatches: int | None = None, stages_
         fix = f"pass stages_per_rank={n}" + (f", or use {others}" if n == 1 else "")
         raise ScheduleError(where, f"{name} runs {n} stage{'s' * (n > 1)} on each rank", f"stages_per_rank={v}", fix)
     m = num_ranks * v if num_microbatches is None else int(num_microbatches)
-    if not recipe.allows(num_ranks, m):
-        near = " or ".join(f"num_microbatches={n}" for n in _nearest(m, lambda n: recipe.allows(num_ranks, n)))
-        got = f"num_ranks={num_ranks}, num_microbatches={m}"
-        raise ScheduleError(where, f"{name} runs where {recipe.rule}", got, f"pass {near}")
+    _check_allowed(where, name, num_ranks, m, f"num_ranks={num_ranks}")
     return recipe.build(num_ranks, m, v) if recipe.varies else recipe.build(num_ranks, m)
 
 
 def make_for_stages(name: str, *, num_stages: int, num_microbatches: int) -> Schedule:
     """The schedule called ``name`` for a pipeline of ``num_stages``, with the stages a rank that the schedule is made for."""
-    v = _find(name).stages_per_rank
+    where, v = f"schedule={name!r}", _find(name).stages_per_rank
     if num_stages % v:
         near = " or ".join(f"num_stages={n}" for n in _nearest(num_stages, lambda n: n % v == 0))
         rule = f"{name} runs {v} stages on each rank, so the number of stages is a multiple of {v}"
-        raise ScheduleError(f"schedule={name!r}", rule, f"num_stages={num_stages}", f"pass {near}")
+        raise ScheduleError(where, rule, f"num_stages={num_stages}", f"pass {near}")
+    _check_allowed(where, name, num_stages // v, num_microbatches, f"num_stages={num_stages}")
     return make(name, num_ranks=num_stages // v, num_microbatches=num_microbatches)
+
+
+def _check_allowed(where: str, name: str, num_ranks: int, num_microbatches: int, size: str) -> None:
+    """Refuse a number of microbatches with which a schedule does not run; ``size``: what the user wrote beside."""
+    recipe = SCHEDULES[name]
+    if not recipe.allows(num_ranks, num_microbatches):
+        near = " or ".join(f"num_microbatches={n}" for n in _nearest(num_microbatches, lambda n: recipe.allows(num_ranks, n)))
+        got = f"{size}, num_microbatches={num_microbatches}"
+        raise ScheduleError(where, f"{name} runs where {recipe.rule}", got, f"pass {near}")
 
 
 def with_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:

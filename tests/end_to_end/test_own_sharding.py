@@ -883,6 +883,9 @@ def test_devices_over_which_nothing_is_divided_are_warned_of():
     ):
         with pytest.warns(jaxpp.DevicesWarning, match=message) as found:
             pipeline(chain(nn.relu), **options).init(PARAMS, BATCH)
+        assert "Fix: pass shardings=jaxpp.propose_shardings(loss_fn, params, batch, model=2), or" in str(found[0].message)
+        rules = jaxpp.propose_shardings(chain(nn.relu), PARAMS, BATCH, model=2)
+        pipeline(chain(nn.relu), shardings=rules, **options).init(PARAMS, BATCH)  # and nothing is told of it
     assert str(found[0].message).endswith("or one device for each rank.") and "mesh" not in str(found[0].message)
 
 

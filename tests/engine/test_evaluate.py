@@ -109,6 +109,62 @@ def test_another_loss_may_have_aux_or_none_whatever_the_pipeline_has():
         pipe.evaluate(state, X[:8], loss_fn=lambda p, x: (plain(p, x), 1, 2))
 
 
+def summed(params, x):
+    return ((outputs(params, x) - 0.3) ** 2).sum()
+
+
+def per_count(params, x):
+    return summed(params, x) / (x > 0).sum()
+
+
+def with_both(params, x):
+    return plain(params, x), {"sum": summed(params, x), "count": (x > 0).sum()}
+
+
+def logarithm(params, x):
+    return jnp.log(plain(params, x))
+
+
+def aux_logarithm(params, x):
+    return plain(params, x), {"log": logarithm(params, x)}
+
+
+NO_MEAN = {
+    summed: 'return the mean, or the sum as aux, which is added over the microbatches: return loss, {"sum": sum}',
+    per_count: 'return both as aux, {"sum": sum, "count": (batch > 0.0).sum()}, which are added over the microbatches, and divide',
+    logarithm: "pass jaxpp.Microbatches([batch]), which is not split, or filter",
+    aux_logarithm: "pass jaxpp.Microbatches([batch]), which is not split, or filter",
+}
+
+
+@pytest.mark.parametrize("loss", NO_MEAN)
+def test_what_is_told_of_another_loss_that_is_no_mean_can_be_done_there(loss):
+    pipe = pipeline(plain)
+    state = pipe.init(PARAMS, X[:8])
+    with pytest.warns(jaxpp.MicrobatchWarning) as caught:
+        pipe.evaluate(state, X[:8], loss_fn=loss)
+    (told,) = [str(each.message) for each in caught]
+    assert f"Fix: {NO_MEAN[loss]}" in told and "gradients" not in told, told
+    aux = pipe.evaluate(state, X[:8], loss_fn=with_both).aux
+    compare("sum", aux["sum"], summed(PARAMS, X[:8]))
+    compare("quotient", aux["sum"] / aux["count"], per_count(PARAMS, X[:8]))
+    metrics = pipe.evaluate(state, jaxpp.Microbatches([X[:8]]), loss_fn=loss)  # and nothing is told of one microbatch
+    wanted = loss(PARAMS, X[:8])
+    compare("whole", (metrics.loss, metrics.aux) if metrics.aux else metrics.loss, wanted)
+    pipe.evaluate(state, X[:1], loss_fn=loss)
+
+
+def test_a_loss_that_counts_is_told_what_to_return_where_nobody_wants_its_gradient():
+    pipe = pipeline(plain)
+    state = pipe.init(PARAMS, X[:8])
+    with pytest.raises(LossError, match=r"such as \(logits.argmax\(-1\).*or the count as aux.*return loss, \{\"correct\": count\}"):
+        pipe.evaluate(state, X[:8], loss_fn=lambda params, x: (outputs(params, x) > 0).sum())
+    metrics = pipe.evaluate(state, X[:8], loss_fn=with_both)
+    assert metrics.aux["count"] == (X[:8] > 0).sum()
+    with pytest.raises(LossError, match="has no gradient"):
+        pipeline(lambda params, x: (outputs(params, x) > 0).sum()).init(PARAMS, X[:8])
+
+
 def test_another_loss_of_a_pipeline_with_model_state_may_return_the_loss_alone():
     pipe = pipeline(lambda p, s, x: (plain(p, x), (s, {})), has_state=True)
     state = pipe.init((PARAMS, {"n": np.zeros(3, "f")}), X[:8])
@@ -144,7 +200,10 @@ def test_the_progress_bar_says_for_what_batch_it_compiles(monkeypatch, capsys):
     monkeypatch.setattr("jaxpp.runtime.compile._PATIENCE", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     pipe = pipeline(lambda params, x: 0.123 * plain(params, x))  # which no other test has compiled
-    state = pipe.init(PARAMS, X[:8])
-    assert "compiling for a batch of 8" in capsys.readouterr().err
+    state = pipe.init(
+        lambda key: jax.tree.map(lambda leaf: 0.123 * jax.random.normal(key, leaf.shape), PARAMS), jax.random.key(0), X[:8]
+    )
+    said = capsys.readouterr().err
+    assert "compiling for a batch of 8" in said and "compiling init" in said and "compiling the optimizer's init" in said
     pipe.evaluate(state, X[:3])
     assert "compiling for a batch of 3" in capsys.readouterr().err

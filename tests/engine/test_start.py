@@ -340,6 +340,48 @@ def test_running_statistics_of_nnx_are_told_too_and_a_plain_model_is_not():
     assert not told_of_statistics(loss_fn, optax.adamw(0.1), PARAMS)
 
 
+class Dropping(nnx.Module):
+    """Dropout that counts its random numbers, perhaps beside running statistics; what it is called with says whether it drops."""
+
+    def __init__(self, *, normed=False):
+        rngs = nnx.Rngs(0)
+        self.first, self.drop, self.last = nnx.Linear(4, 6, rngs=rngs), nnx.Dropout(0.5, rngs=rngs), nnx.Linear(6, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(6, rngs=rngs) if normed else nnx.Linear(6, 6, rngs=rngs)
+
+    def __call__(self, x, *, train=True):
+        return self.last(self.norm(self.drop(self.first(x), deterministic=not train)))
+
+
+def dropping_loss(model, batch, *, train=True):
+    return jnp.mean((model(batch["x"], train=train) - batch["y"]) ** 2)
+
+
+def test_a_count_of_random_numbers_that_nobody_keeps_is_told():
+    pipe = jaxpp.Pipeline(dropping_loss, optax.sgd(0.0), num_stages=2, num_microbatches=2)
+    with pytest.warns(jaxpp.ModelStateWarning) as caught:  # and no MicrobatchWarning, whose remedy is another
+        state = pipe.init(Dropping(), BATCH)
+    (told,) = [str(each.message) for each in caught]
+    assert "each step has the same dropout.\n  Got: params.drop.rngs.count.\n  Fix: split it off, graphdef, params, rest =" in told
+    assert "statistics" not in told, told
+    state, first = pipe.step(state, BATCH)
+    assert float(pipe.step(state, BATCH)[1].loss) == float(first.loss)  # as is told
+    (told,) = told_of_statistics(dropping_loss, optax.sgd(0.1), Dropping(normed=True))
+    assert "running statistics" in told and "Got: params.drop.rngs.count, params.norm.mean, params.norm.var.\n" in told
+    assert not told_of_statistics(functools.partial(dropping_loss, train=False), optax.sgd(0.1), Dropping())
+
+
+def test_with_the_remedy_that_is_told_each_step_has_another_dropout():
+    graphdef, params, rest = nnx.split(Dropping(), nnx.Param, ...)
+
+    def loss_with_rest(params, rest, batch):
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        return dropping_loss(model, batch), (nnx.state(model, nnx.Not(nnx.Param)), {})
+
+    pipe = jaxpp.Pipeline(loss_with_rest, optax.sgd(0.0), num_stages=2, num_microbatches=1, has_state=True)
+    state, first = pipe.step(pipe.init((params, rest), BATCH), BATCH)
+    assert float(pipe.step(state, BATCH)[1].loss) != float(first.loss)
+
+
 class Linen(nn.Module):
     """What a newcomer writes: its ``init`` takes the inputs beside the key."""
 

@@ -115,6 +115,11 @@ def test_metrics_are_a_mapping_of_what_the_step_has():
     with_aux = pipeline(lambda p, x: (loss_fn(p, x), {"m": x.mean()}), has_aux=True)
     _, metrics = with_aux.step(with_aux.init(PARAMS, X), X)
     assert list(metrics) == ["loss", "aux", "grad_norm", "step"] and metrics["aux"]["m"] == metrics.aux["m"]
+    with pytest.raises(AttributeError, match=r"metrics have no m; write metrics\.aux\['m'\]"):
+        metrics.m  # noqa: B018
+    with pytest.raises(AttributeError, match="metrics have no accuracy; the names are loss, aux, grad_norm, finite, step, squares"):
+        metrics.accuracy  # noqa: B018
+    assert not hasattr(metrics, "shape")
     on_the_host = jax.device_get(metrics)
     assert isinstance(on_the_host, jaxpp.Metrics) and float(on_the_host["loss"]) == float(metrics.loss)
 

@@ -3,11 +3,13 @@
 import dataclasses
 import pathlib
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.errors import FlaxError
 
 import jaxpp
 from jaxpp.errors import (
@@ -128,14 +130,22 @@ def test_bad_input_is_refused_in_the_template_before_any_device_work(name, monke
     assert isinstance(error, ValueError)
 
 
-def pipeline(**options):
-    return jaxpp.Pipeline(loss_fn, optax.sgd(0.1), **{"num_stages": 2} | options)
+def pipeline(loss=loss_fn, **options):
+    return jaxpp.Pipeline(loss, optax.sgd(0.1), **{"num_stages": 2} | options)
 
 
 def test_an_exception_of_init_comes_out_unchanged_with_a_note():
     with pytest.raises(KeyError, match="lost") as error:
         pipeline().init(lambda key: {}["lost"], jax.random.key(0), BATCH)
     assert "jaxpp: raised while tracing init" in error.value.__notes__
+
+
+def test_an_init_of_shapes_is_told_to_make_arrays_of_them():
+    shapes = jax.eval_shape(lambda: BATCH)
+    with pytest.raises(TypeError, match="ShapeDtypeStruct") as error:
+        pipeline().abstract_state(lambda key: PLAIN.init(key, shapes["x"]), jax.random.key(0), shapes)
+    note = "jaxpp: shapes hold no numbers; in init put jnp.zeros(leaf.shape, leaf.dtype) in the place of each"
+    assert note in error.value.__notes__
 
 
 def test_an_exception_of_the_loss_comes_out_unchanged_with_a_note():
@@ -163,6 +173,50 @@ def test_a_list_of_examples_is_told_to_be_stacked_in_a_note_that_is_no_list_itse
     stack = "stack them: jax.tree.map(lambda *rows: np.stack(rows), *batch)"
     assert note == f"jaxpp: if each of the 30 items of the list is an example, {stack}"
     assert jax.tree.map(lambda *rows: np.stack(rows), *examples)[0].shape == (30, 4)
+
+
+DROPPING = nn.Sequential([nn.Dense(4), nn.Dropout(0.5, deterministic=False), nn.Dense(2)])
+NORMED = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=False), nn.Dense(2)])
+PLAIN = nn.Sequential([nn.Dense(4), nn.Dense(2)])
+
+
+def error_of(model, params, batch, **options):
+    return jnp.mean((model.apply(params, batch["x"], **options) - batch["y"]) ** 2)
+
+
+def forward(model):
+    return jaxpp.Forward(model.apply, num_stages=2)
+
+
+OF_FLAX = {
+    "dropout without a key": (
+        lambda: pipeline(loss=lambda p, b: error_of(DROPPING, p, b)).init(DROPPING.init(jax.random.key(0), BATCH["x"]), BATCH),
+        "give the loss one more argument, key, after the batch, pass a key to each step, and call the model with "
+        'rngs={"dropout": key}',
+    ),
+    "a key that is not passed on": (
+        lambda: pipeline(loss=lambda p, b, key: error_of(DROPPING, p, b)).init(DROPPING.init(jax.random.key(0), BATCH["x"]), BATCH),
+        'call the model with rngs={"dropout": key}',
+    ),
+    "statistics that cannot change": (
+        lambda: pipeline(loss=lambda p, b: error_of(NORMED, p, b)).init(NORMED.init(jax.random.key(0), BATCH["x"]), BATCH),
+        "pass has_state=True, with a loss_fn(params, model_state, batch) that calls "
+        'model.apply({"params": params, **model_state}, ..., mutable=["batch_stats"]), and returns loss, (new_model_state, aux)',
+    ),
+    "the whole batch for a model": (
+        lambda: forward(PLAIN).init(PLAIN.init(jax.random.key(0), BATCH["x"]), BATCH),
+        'model.apply is given the whole batch; pass lambda params, batch: model.apply(params, batch["x"])',
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:shape requires ndarray:DeprecationWarning")  # of a dict, where the model reads its shape
+@pytest.mark.parametrize("name", OF_FLAX)
+def test_what_flax_raises_has_a_note_that_says_what_to_write(name):
+    call, note = OF_FLAX[name]
+    with pytest.raises((FlaxError, IndexError)) as error:
+        call()
+    assert error.value.__notes__[-1] == f"jaxpp: {note}"
 
 
 @pytest.mark.parametrize("args", [(), (BATCH, BATCH), (jax.random.key(0), BATCH, 1)])

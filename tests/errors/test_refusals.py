@@ -80,9 +80,13 @@ REFUSED = {
     "no shapes": lambda: two(max_shapes=0),
     "fuse in words": lambda: two(fuse="yes"),
     "another balance": lambda: two(balance="seconds"),
+    "a balance that is misspelt": lambda: two(balance="flop"),
+    "microbatches that make no rounds": lambda: make(loss_fn, SGD, stages=4, microbatches=5, schedule="interleaved"),
+    "a cut that nothing is called": lambda: begun(cuts=["layer"]),
     "more stages than equations": lambda: begun(
         lambda p, x: jnp.sum(x * p["w"]), params={"w": jnp.ones(4)}, balance="memory", stages=4
     ),
+    "more stages than layers": lambda: begun(stages=40),
     "remat in words": lambda: two(remat=["offloaded", jaxpp.Offload(), "offload"]),
     "replicas of unequal number": lambda: two(data_parallel=[2, 1]),
     "a delay of two": lambda: two(delay=2),
@@ -113,6 +117,7 @@ REFUSED = {
     ),
     "a list of labels": lambda: begun(lambda p, b: loss_fn(p, b["x"]), batch={"x": X, "y": [0, 1] * 4}),
     "swapped arguments": lambda: swapped(loss_fn, X, PARAMS),
+    "swapped arguments of a forecast": lambda: begun()[0].forecast(X, PARAMS),
     "swapped arguments with a key": lambda: swapped(lambda p, x, key: loss_fn(p, x), X, PARAMS),
     "swapped arguments with a state": lambda: swapped(with_state, X, (PARAMS, {"n": np.zeros(3)}), has_state=True),
     "swapped arguments with a bank": lambda: banked().init(X, PARAMS),

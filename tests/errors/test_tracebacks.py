@@ -74,6 +74,8 @@ OURS = {
     "Pipeline.from_stages": lambda pipe, state, bank: jaxpp.Pipeline.from_stages(3, loss=3, optimizer=3),
     "init": lambda pipe, state, bank: pipeline(lambda params, x: jnp.argmax(x @ params["w1"])).init(PARAMS, X),
     "step": lambda pipe, state, bank: pipe.step(state, X[:1]),
+    "step without a batch": lambda pipe, state, bank: pipe.step(state),
+    "step of another name": lambda pipe, state, bank: pipe.step(state, X, donat=False),
     "jax.jit of step": lambda pipe, state, bank: jax.jit(pipe.step)(state, X),
     "evaluate": lambda pipe, state, bank: pipe.evaluate(state, {}),
     "verify": lambda pipe, state, bank: pipe.verify(state, {}),

@@ -13,6 +13,7 @@ from experiments.memory import kept
 from experiments.memory import main as memory
 from experiments.mesh import main as mesh
 from experiments.options import ConfigError
+from experiments.plan import main as plan
 from experiments.remat import main as remat
 from experiments.speed import main as speed
 from experiments.tasks import main as tasks
@@ -29,9 +30,12 @@ REFUSED = {
         ({"tokens": 64, "length": 64}, "--prompt 8 --tokens 64 --length 64: a cache has room for --length tokens. Fix: "),
     ],
     gpu: [
-        ({"parts": ("sped",)}, "--parts sped: there is no such part. Fix: pass some of environment, send, uses"),
+        ({"parts": ("sped",)}, "--parts sped: there is no such part. Fix: pass speed, or some of environment, send, uses"),
         ({"minutes": 0}, "--minutes 0: there is no time"),
-        ({"plan": ("h100",), "models": ("gtp",)}, "--models gtp: there is no such model. Fix: pass some of gpt, scanned_gpt, mlp"),
+        (
+            {"plan": ("h100",), "models": ("gtp",)},
+            "--models gtp: there is no such model. Fix: pass gpt, or some of gpt, scanned_gpt, mlp",
+        ),
         ({"plan": ("h100",), "models": ()}, "--models: there is none. Fix: "),
         ({"plan": ("h100",), "devices": 0}, "--devices 0: counts start at 1. Fix: pass 1 or more."),
         ({"plan": ("h100",), "parts": ("speed",)}, "--plan with --parts: a plan has models instead of parts. Fix: "),
@@ -56,7 +60,10 @@ REFUSED = {
         ({"lr": 0.0}, "--lr 0.0 --temperature 0.8: both are above 0"),
     ],
     memory: [
-        ({"pairs": ("mlp-1f1b", "mlp-2f2b")}, "--pairs mlp-2f2b: there is no such pair. Fix: pass some of mlp-gpipe, "),
+        (
+            {"pairs": ("mlp-1f1b", "mlp-2f2b")},
+            "--pairs mlp-2f2b: there is no such pair. Fix: pass mlp-1f1b, or some of mlp-gpipe, ",
+        ),
         ({"ranks": 0, "gpt_depth": -1}, "--ranks 0, --gpt-depth -1: counts start at 1. Fix: "),
         ({"gpt_width": 10, "gpt_heads": 4}, "a --gpt-width that is a multiple of 4"),
         ({"dropout": 1.0}, "--dropout 1.0: a rate is at least 0 and below 1"),
@@ -80,6 +87,13 @@ REFUSED = {
         ({"gpt_width": 12}, "--gpt-width 12 --gpt-heads 8: heads share the width equally. Fix: "),
         ({"dropout": 1.0}, "--dropout 1.0: a rate is at least 0 and below 1. Fix: "),
         ({"figure": Path("tasks.bmp")}, f"--figure {NO_FIGURE}"),
+    ],
+    plan: [
+        (
+            {"model": "gpt2"},
+            "--model gpt2: there is no such model. Fix: pass gpt2-124m or gpt2-355m or gpt2-774m or gpt2-1.5b, or some",
+        ),
+        ({"model": "lama-3-8b"}, "--model lama-3-8b: there is no such model. Fix: pass llama-3-8b, or some of gpt2-124m"),
     ],
     remat: [
         ({"models": ("gpt", "bert")}, "--models bert: there is no such model. Fix: pass some of gpt, resnet, mlp"),

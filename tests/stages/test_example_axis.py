@@ -181,7 +181,7 @@ OTHERS = {
     "a log of a mean": (lambda p, b: jnp.log(losses(p, b).mean()), "a function (log) of a sum over the examples"),
     "a root of a mean": (lambda p, b: jnp.sqrt((logits(p, b) ** 2).mean()), "a function (sqrt) of a sum"),
     "a variance": (lambda p, b: losses(p, b).var(), "goes into the row of each"),
-    "batch normalisation": (lambda p, b: (normalized(p, b) ** 2).mean(), "goes into the row of each"),
+    "batch normalisation": (lambda p, b: (normalized(p, b) ** 2).mean(), "goes into the row of each, as in batch normalisation"),
     "a contrastive loss": (contrastive, "examples are compared with each other"),
     "the largest loss": (lambda p, b: losses(p, b).max(), "the largest over the examples"),
     "a soft maximum": (lambda p, b: jax.nn.logsumexp(losses(p, b)), "is used further"),
@@ -472,7 +472,7 @@ def test_verify_tells_that_sums_over_a_whole_batch_have_few_digits_in_bfloat16_a
 
 def test_verify_says_what_it_compared_and_compares_with_the_whole_batch_where_both_should_agree(monkeypatch):
     def compared(loss, **options):
-        pipe = jaxpp.Pipeline(loss, optax.sgd(0.1), num_stages=2, num_microbatches=4, **options)
+        pipe = jaxpp.Pipeline(loss, optax.sgd(0.1), **{"num_stages": 2, "num_microbatches": 4, **options})
         return str(pipe.verify(pipe.init(PARAMS, BATCH), BATCH))
 
     whole = "equals jax.value_and_grad of the whole batch on one device"
@@ -482,6 +482,7 @@ def test_verify_says_what_it_compared_and_compares_with_the_whole_batch_where_bo
         (COUNTS["a mean over tokens"], {"weight": "auto"}),
     ):
         assert whole in compared(loss, **options)
+    assert "on one device, 1 microbatch, leaf by leaf" in compared(MEANS["weight decay"], num_microbatches=1)
     with pytest.warns(jaxpp.MicrobatchWarning):
         found = compared(contrastive)
     assert "equals gradient accumulation on one device, 4 microbatches" in found
@@ -519,10 +520,11 @@ def test_verify_says_of_a_loss_that_is_another_each_time_what_changes(name):
     assert said in str(error.value) and "report it" not in str(error.value)
 
 
-def test_a_loss_that_is_another_each_time_is_not_taken_for_one_that_depends_on_the_number_of_examples():
-    calls = itertools.count(1)
-    _, said = stepped(lambda p, b: CHANGING["a counter that grows as the batch does"][0](p, b, next(calls)))
-    assert len(said) == 1 and "is another each time" in said[0] and "number of examples" not in said[0]
+@pytest.mark.parametrize("name", CHANGING)
+def test_init_says_so_too_and_nothing_of_the_number_of_examples(name):
+    (loss, changing), calls = CHANGING[name], itertools.count(1)
+    _, said = stepped(lambda p, b: loss(p, b, next(calls)))
+    assert len(said) == 1 and changing in said[0] and "a loss is the same function each time" in said[0], said
 
 
 # ------------------------------------------------------------------------------------------------- what a loss may close over

@@ -49,6 +49,17 @@ def test_a_kind_has_its_price_under_each_of_its_names_and_is_looked_at_once():
 
 
 @pytest.mark.targets
+def test_labels_are_no_tokens():
+    for labels, what, per_step in (((16,), "examples", 16), ((16, 8), "tokens", 128)):
+        batch = {"x": BATCH, "y": jax.ShapeDtypeStruct(labels, "int32")}
+        planning = jaxpp.plan(
+            lambda p, b: loss(p, b["x"]) * b["y"].mean(), optax.adam(1e-3), PARAMS, batch, counts=1, num_compiled=0
+        )
+        assert planning.what == what and planning.rows[0].per_step == per_step
+        assert f"{what}/s" in str(planning)
+
+
+@pytest.mark.targets
 def test_the_line_to_paste_has_the_options_that_were_given():
     row = planned(host="optimizer").rows[0]
     assert "host='optimizer'" in row.line

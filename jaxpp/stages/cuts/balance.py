@@ -153,7 +153,8 @@ def _check_size(loss: TracedLoss, num_stages: int) -> None:
         reads = f"check that {'loss_fn' if loss.is_loss else 'fn'} reads its batch"
         where = f"num_stages={num_stages}"
         got = f"{num_stages} stage{'s' * (num_stages > 1)} and a {noun} that can be cut into {size} at most"
-        fix = f"pass num_stages={max(size, 1)}{' or fewer' * (size > 1)}, or {reads}" if num_stages > 1 else reads
+        layers = sum(multiplies(loss.graph.eqns[i]) for i in loss.spine) or size
+        fix = f"pass num_stages={max(layers, 1)}{' or fewer' * (layers > 1)}, or {reads}" if num_stages > 1 else reads
         raise CutError(where, f"each stage needs at least one equation of the {noun} that works on data", got, fix)
 
 
@@ -225,7 +226,7 @@ def resolve(loss: TracedLoss, names: Sequence[str]) -> Cuts:
     places = [_place(loss, name) for name in names]
     unknown = [name for name, place in zip(names, places, strict=True) if place is None]
     if unknown:
-        names_there = _known_names(loss)
+        names_there = [known for known in _known_names(loss) if _place(loss, known)]  # no stage but the first begins at 0
         rule, got = "a cut names a module path or a parameter prefix of the model", [repr(name) for name in unknown]
         fix = spelt(unknown, names_there, "use one of the names below")
         error = CutError(where, rule, got, fix, "names: " + ", ".join(names_there))

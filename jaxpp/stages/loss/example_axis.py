@@ -109,6 +109,7 @@ class Value:
     mixing: Mixing | None = None  # of MIXED and of a function; of placed rows, where they meet their places
 
 
+_INTO_ROWS = "what is computed of all examples goes into the row of each, as in batch normalisation"
 _REDUCED = frozenset({Relation.TOTAL, Relation.FUNCTION, Relation.LARGEST, Relation.SMALLEST})
 
 _LAID_OUT = "sharding_constraint reshard layout_constraint with_memory_space_constraint device_put name pin unpin"
@@ -230,6 +231,7 @@ class Examples(NamedTuple):
     loss: Value
     aux: tuple[Value, ...]
     axes: tuple[tuple[int, ...], ...]  # of each aux leaf, along which the examples lie
+    impure: str | None = None  # what was seen to be another at the same size
 
     @classmethod
     def by_shape(cls, loss: TracedLoss, size: int) -> "Examples":
@@ -248,16 +250,23 @@ def follow(loss: TracedLoss, other: TracedLoss, sizes: tuple[int, int], again: C
     found, odd = _followed(loss, other, _Sizes(*sizes))
     if odd:  # numbers that changed in a way of their own: with the size, or from trace to trace, as a random number does?
         _, impure = _followed(loss, again(), _Sizes(sizes[0], sizes[0]))
-        found, _ = _followed(loss, other, _Sizes(*sizes, impure=tuple(impure))) if impure else (found, odd)
+        if impure:
+            found, _ = _followed(loss, other, _Sizes(*sizes, impure=tuple(impure)))
+            return found._replace(impure=_where(loss, impure))
     return found
 
 
 def changed(loss: TracedLoss, again: TracedLoss) -> str | None:
     """What is another in a second trace of a function at the same shapes; None if nothing is, as where all it reads is given."""
     try:
-        odd = {id(atom) for atom in _followed(loss, again, _Sizes(1, 1))[1]}
+        return _where(loss, _followed(loss, again, _Sizes(1, 1))[1])
     except Incomparable:
         return "it is another list of equations each time"
+
+
+def _where(loss: TracedLoss, numbers: Sequence[Atom]) -> str | None:
+    """Where a function reads numbers that are others in a second trace; None if there are none."""
+    odd = set(map(id, numbers))
     for eqn in loss.graph.eqns:
         if not odd.isdisjoint(map(id, eqn.invars)):
             line = user_line(eqn)
@@ -466,7 +475,7 @@ class _Follower(Interpreter[Value]):
             return Value(degree=scale[0], count=scale[1], placed=any(value.placed for value in values))
         if Relation.ROWS in kinds:
             if kinds - {Relation.ROWS, Relation.SAME}:
-                return self._mixed("what is computed of all examples goes into the row of each")
+                return self._mixed(_INTO_ROWS)
             if len(scales) > 1:
                 return self._mixed("what depends on the number of examples is added to what does not")
             return self._rows(values, *(*scales,)[0])
@@ -563,7 +572,7 @@ class _Follower(Interpreter[Value]):
         kinds = {a.kind, b.kind}
         if Relation.ROWS in kinds:
             if reduced:
-                return self._mixed("what is computed of all examples goes into the row of each")
+                return self._mixed(_INTO_ROWS)
             return self._rows((a, b), degree, count)
         if reduced:
             return Value(Relation.TOTAL, degree, count, reduced[0].plus, placed=reduced[0].placed, mixing=reduced[0].mixing)
@@ -577,10 +586,10 @@ class _Follower(Interpreter[Value]):
         reduced = kinds & _REDUCED
         if Relation.ROWS in kinds:
             if reduced:
-                return self._mixed("what is computed of all examples goes into the row of each")
+                return self._mixed(_INTO_ROWS)
             if any(value.degree or value.count for value in values) or any(v.degree is None for v in values):
                 if any(value.count for value in values):
-                    return self._mixed("what is computed of all examples goes into the row of each")
+                    return self._mixed(_INTO_ROWS)
                 return self._mixed("what is computed of an example depends on the number of examples")
             return self._rows(values, 0, None)
         if reduced:
@@ -611,7 +620,7 @@ class _Follower(Interpreter[Value]):
         if condition.kind == Relation.SAME and not condition.placed:
             return found
         if found.kind in _REDUCED:
-            return self._mixed("what is computed of all examples goes into the row of each")
+            return self._mixed(_INTO_ROWS)
         if found.kind == Relation.MIXED:
             return found
         if Relation.ROWS in (condition.kind, found.kind):
@@ -851,9 +860,7 @@ class _Follower(Interpreter[Value]):
         if value.kind == Relation.SAME or index.kind in _REDUCED:
             return self._rows_of(value, [index])
         if value.kind in _REDUCED:
-            return (
-                value if index.kind == Relation.SAME else self._mixed("what is computed of all examples goes into the row of each")
-            )
+            return value if index.kind == Relation.SAME else self._mixed(_INTO_ROWS)
         if not operand.axes:
             return self._rows_of(value, [index])
         axis = operand.axes[0]
@@ -1298,34 +1305,58 @@ class MicrobatchWarning(UserWarning):
     """What a step computes is not what the loss says of the whole batch, because the loss is no mean over the examples."""
 
 
+_ALONE = "filter jaxpp.MicrobatchWarning if this is what you want"
+_WHOLE = f"pass num_microbatches=1 for the loss of the whole batch, or {_ALONE}"
+WHOLE_THERE = f"pass jaxpp.Microbatches([batch]), which is not split, or {_ALONE}"
+"""The same of another loss than that of the pipeline."""
+
+
 def advice(
-    loss: TracedLoss, verdict: Verdict, num_microbatches: int, reduction: str, leaves: Sequence[str], *, automatic: bool
+    loss: TracedLoss,
+    verdict: Verdict,
+    num_microbatches: int,
+    reduction: str,
+    leaves: Sequence[str],
+    *,
+    automatic: bool,
+    own: bool = True,
 ) -> str | None:
     """What to tell the user of a loss, ``leaves`` as its batch is written; None if the step is what the loss says.
 
-    ``automatic``: it was to be weighed by its count.
+    ``automatic``: it was to be weighed by its count; ``own``: it is that of the pipeline, and not another one to evaluate.
     """
-    name, parts = "loss_fn", f"over {num_microbatches} microbatches"
-    computed = f"a step computes the {reduction} {parts} of the loss"
+    parts, gradients = f"over {num_microbatches} microbatches", "; so are the gradients" * own
+    computed = f"loss_fn: {_step(own)} computes the {reduction} {parts} of the loss"
     if verdict.what == reduction:
         return None
     if verdict.what == "sum":
-        got = f"a sum over the examples, of which that is 1/{num_microbatches}; so are the gradients"
-        return f'{name}: {computed}.\n  Got: {got}.\n  Fix: pass reduction="sum", or return the mean.'
+        got = f"a sum over the examples, of which that is 1/{num_microbatches}{gradients}"
+        fix = 'pass reduction="sum", or return the mean'
+        if not own:
+            fix = 'return the mean, or the sum as aux, which is added over the microbatches: return loss, {"sum": sum}'
+        return f"{computed}.\n  Got: {got}.\n  Fix: {fix}."
     if verdict.what == "mean":
-        got = f"a mean over the examples, of which that is {num_microbatches} times as much; so are the gradients"
-        return f"{name}: {computed}.\n  Got: {got}.\n  Fix: leave reduction out, or return the sum."
+        got = f"a mean over the examples, of which that is {num_microbatches} times as much{gradients}"
+        fix = "leave reduction out, or return the sum" if own else 'return the sum, or the mean as aux: return loss, {"mean": mean}'
+        return f"{computed}.\n  Got: {got}.\n  Fix: {fix}."
     if verdict.what == "count" and verdict.divisor is not None and verdict.divisor.var is not None:
         plain = verdict.divisor.degree == verdict.degree == 0 and is_reciprocal(loss.graph, verdict.divisor)
         line = written(loss, verdict.divisor.var, leaves) if plain else None
         got = "a sum over the examples divided by a count of them, which may be another in each microbatch"
         fix = 'pass weight="auto"' + (f", or weight=lambda batch: {line}" if line else "")
-        return f"{name}: {computed}.\n  Got: {got}.\n  Fix: {fix}."
+        if not own:
+            both = f'{{"sum": sum, "count": {line or "count"}}}'
+            fix = f"return both as aux, {both}, which are added over the microbatches, and divide "
+            fix += 'metrics.aux["sum"] by metrics.aux["count"]'
+        return f"{computed}.\n  Got: {got}.\n  Fix: {fix}."
     got = f"a loss that is no mean over the examples: {verdict.mixing}"
     if automatic:
         got += '; weight="auto" finds no count to weigh by, so microbatches weigh as many examples as they have'
-    fix = "pass num_microbatches=1 for the loss of the whole batch, or filter jaxpp.MicrobatchWarning if this is what you want"
-    return f"{name}: {computed}, and each microbatch knows its own examples only.\n  Got: {got}.\n  Fix: {fix}."
+    return f"{computed}, and each microbatch knows its own examples only.\n  Got: {got}.\n  Fix: {_WHOLE if own else WHOLE_THERE}."
+
+
+def _step(own: bool) -> str:
+    return "a step" if own else "an evaluation"
 
 
 IMPURE = (
@@ -1339,9 +1370,8 @@ def impure(what: str) -> str:
     return f"loss_fn: {IMPURE}.\n  Got: {what}.\n  Fix: {PURE}."
 
 
-def unexamined(why: str, num_microbatches: int, reduction: str) -> str:
+def unexamined(why: str, num_microbatches: int, reduction: str, *, own: bool = True) -> str:
     """What to tell the user of a loss of which nobody knows what it does with the examples."""
-    rule = f"a step computes the {reduction} over {num_microbatches} microbatches of the loss, and of its aux values"
+    rule = f"{_step(own)} computes the {reduction} over {num_microbatches} microbatches of the loss, and of its aux values"
     got = f"a loss that cannot be compared at batches of two sizes, so nobody knows whether that is the loss of the batch: {why}"
-    fix = "pass num_microbatches=1 for the loss of the whole batch, or filter jaxpp.MicrobatchWarning if this is what you want"
-    return f"loss_fn: {rule}.\n  Got: {got}.\n  Fix: {fix}."
+    return f"loss_fn: {rule}.\n  Got: {got}.\n  Fix: {_WHOLE if own else WHOLE_THERE}."

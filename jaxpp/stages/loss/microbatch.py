@@ -317,6 +317,19 @@ def listed_examples(batch: Batch) -> list[str]:
     return [f"if each of the {len(items)} items of the list is an example, stack them: {stacked}"]
 
 
+def inputs_in(batch: Batch) -> str:
+    """Where in a batch the inputs of a model may be.
+
+    Example:
+        >>> inputs_in({"x": np.ones(4), "y": np.ones(4)}), inputs_in((np.ones(4), np.ones(4))), inputs_in(np.ones(4))
+        ('batch["x"]', 'batch[0]', 'batch')
+    """
+    if isinstance(batch, Mapping) and batch:
+        first = next(iter(batch))
+        return f'batch["{first}"]' if isinstance(first, str) else f"batch[{first!r}]"
+    return "batch[0]" if isinstance(batch, (tuple, list)) else "batch"
+
+
 def _what_instead(leaves: Sequence[Leaf]) -> str:
     """What to pass in place of leaves that are no arrays."""
     fixes = []

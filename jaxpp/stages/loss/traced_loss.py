@@ -475,7 +475,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
         typed = keys if implementation is None else [jax.random.wrap_key_data(data, impl=implementation) for data in keys]
         result = loss_fn(joined(param_tree.unflatten(leaves), concatenated), *states, batch_tree.unflatten(batch_leaves), *typed)
         pair = isinstance(result, tuple) if has_aux is None else has_aux or model_state is not None
-        loss, aux = _check_result(result, pair) if is_loss else (0.0, result)
+        loss, aux = _check_result(result, pair, differentiable) if is_loss else (0.0, result)
         new = state
         if model_state is not None and (pair or not is_loss):
             new, aux = _check_state(aux, assembled_shapes(model_state), words)
@@ -735,7 +735,7 @@ def key_implementation(key: Aval | None) -> str | None:
     return names[0]
 
 
-def _check_result(result: Leaf, has_aux: bool) -> tuple[Leaf, Tree]:
+def _check_result(result: Leaf, has_aux: bool, differentiable: bool) -> tuple[Leaf, Tree]:
     rule, loss, aux = "the loss is one float scalar", result, ()
     if has_aux:
         if not isinstance(result, tuple) or len(result) != 2:
@@ -754,6 +754,9 @@ def _check_result(result: Leaf, has_aux: bool) -> tuple[Leaf, Tree]:
         raise LossError("loss_fn", rule, describe(aval), "reduce it, for example with .mean()")
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         fix = "return a loss made of floating numbers; what counts or compares (argmax, ==, a cast to integers) has no gradient"
+        if not differentiable:
+            fix = 'return a mean over the examples, such as (logits.argmax(-1) == batch["y"]).mean(); or the count as aux, '
+            fix += 'which is added over the microbatches: return loss, {"correct": count}'
         if jnp.issubdtype(aval.dtype, jnp.complexfloating):
             fix = "return a real number, for example with jnp.abs or .real"
         raise LossError("loss_fn", rule, describe(aval), fix)
