@@ -103,6 +103,7 @@ class Devices:
         leaves = jax.tree.leaves(init_or_params)
         self._makes = callable(init_or_params) and len(leaves) == 1 and leaves[0] is init_or_params  # and no callable parameters
         self._families: dict[tuple[Family, Hashable], tuple[_Steps, Needs]] = {}  # by what replicas divide and what waits, too
+        self._elsewhere: dict[str, _Results] = {}  # what was found where other parts of the state are divided, or wait
         self._layouts: dict[Family, Layout] = {}  # of families with cuts for another schedule than a plain one
         self._pace = _Pace()
         self.num_measured = 0
@@ -134,6 +135,7 @@ class Devices:
         """
         other = copy.copy(self)
         other._devices, other._mesh, other._options = tuple(devices), mesh, {**self._options, **options}
+        other._results = self._elsewhere.setdefault(str(options), _Results(False, "", several=False))
         return other
 
     def costs(self, family: Family) -> StepCosts:
