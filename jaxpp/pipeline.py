@@ -167,7 +167,7 @@ class Pipeline(Forward):
         trains: the parameters that a step changes, by path or pattern of paths: ``"generator"``, ``("*/lora_a", "*/lora_b")``.
             The others keep their values, and what the optimizer holds for them stays as it is; nothing is computed for their
             gradients. ``other`` makes the pipeline that trains them. The optimizer holds what it does for each apart, as that of
-            ``optax.multi_transform`` does. Default: all.
+            ``optax.multi_transform`` does. With a bank, ``"task/*"`` are the parameters of a set. Default: all.
         loss_scale: Flax's ``DynamicScale``, for losses computed in float16. Backwards start from its scale; if any gradient on any
             stage is not finite, all stages skip the step and the scale is lowered. ``state.loss_scale`` holds the current scale.
             With ``delay=1``, backwards start from ``state.previous_scale``, the scale before the last step, as their parameters are
@@ -279,12 +279,9 @@ class Pipeline(Forward):
         options = asked.settled(loss_fn)
         if bank is not None:
             check_scaling(options)
-            for name, value, rule in (
-                ("delay", options.delay or None, "the set of a task is of one step, and has no parameters before it"),
-                ("trains", asked.training.trains, "a step with a bank trains Theta and the set of its task"),
-            ):
-                if value is not None:
-                    raise ArgumentError(f"{name}={value!r}", rule, "both", f"leave {name} or bank out")
+            if options.delay:
+                rule = "the set of a task is of one step, and has no parameters before it"
+                raise ArgumentError(f"delay={options.delay!r}", rule, "both", "leave delay or bank out")
         self._begin(options, optimizer)
         self._bank, self._stages, self._newest = bank, tuple[Callable[..., Tree], ...](), _Newest()
         self._first: Pipeline | None = None

@@ -520,7 +520,7 @@ class _Planner:
     num_microbatches: Sequence[int]
     sizes: tuple[int, int] = 0, 0  # bytes of the parameters, and of the optimizer's state; 0 of what cannot be made
     shardings: Mapping[int, Mapping[str, PartitionSpec]] = dataclasses.field(default_factory=dict)  # that are proposed
-    machines: dict[str, dict[str, Devices]] = field(default_factory=dict)  # of one mesh, by what saves memory
+    machines: dict[str, Devices] = field(default_factory=dict)  # of one mesh, which GPUs of all kinds and all ways share
 
     def sized(self, layouts: Sequence[GPUMesh]) -> "_Planner":
         """The same with its sizes, shapes for what makes them, and how GPUs share stages.
@@ -614,16 +614,15 @@ class _Planner:
         return Devices(*self.given, devices=layout.devices, mesh=layout.where.get("mesh"), options=options, compiles=False)
 
     def _shared(self, layout: GPUMesh, options: Arguments) -> Devices:
-        """What estimates a layout; meshes of other kinds of GPUs share its traces, unless cuts go by the time that GPUs take."""
+        """What estimates a layout; all GPUs and ways to save memory share its traces, unless cuts go by time or bytes."""
         if options.get("balance", "flops") != "flops":
             return self._machine(layout, options)
         mesh = f"{layout.num_gpus}, {layout.mesh}, {layout.per_host}"
         if mesh not in self.machines:
             self.machines.clear()
-        known, saves = self.machines.setdefault(mesh, {}), str([options.get("shard"), options.get("host")])
-        if saves not in known:
-            known[saves] = self._machine(layout, options)
-        return known[saves].elsewhere(layout.devices, layout.where.get("mesh"))
+            self.machines[mesh] = self._machine(layout, options)
+        saves = {name: options.get(name) for name in ("shard", "host")}
+        return self.machines[mesh].elsewhere(layout.devices, layout.where.get("mesh"), **saves)
 
     def _counts_of(self, layout: GPUMesh, in_ranks: Sequence[int]) -> tuple[int, ...]:
         """Numbers of microbatches that divide the examples of a replica."""

@@ -90,14 +90,14 @@ class Engine:
     def with_schedule(self, schedule: Schedule, offload: tuple[int | None, ...] | None = None) -> "Engine":
         """The same cuts in another order, programs shared where a stage keeps its device; ``offload`` is as here if None."""
         offload = self.options.offload if offload is None else offload
-        options = dataclasses.replace(self.options, schedule=schedule, offload=offload, made_to_measure=False)
-        return self._with(options, base=options.placement)
+        return self.with_options(dataclasses.replace(self.options, schedule=schedule, offload=offload, made_to_measure=False))
 
-    def _with(self, options: Options, **changed: Tree) -> "Engine":
-        """The same stages under other options, where something of ``placed`` is another."""
-        placed = dataclasses.replace(self.placed, **changed)
-        preparer = self.preparer.for_options(options, placed.placement)
-        return Engine(options, self.optimizer, placed, preparer, self.programs, self.opened_at)
+    def with_options(self, options: Options) -> "Engine":
+        """The same cuts and owners where options differ in the order, in what stages keep, or in where a state is."""
+        placed = dataclasses.replace(self.placed, base=options.placement, waiting=options.waiting)
+        if options.shard != self.options.shard:
+            placed = place_leaves(options, self.layout.divided(options), self.preparer.first_cut)
+        return Engine(options, self.optimizer, placed, self.preparer.for_options(options, placed), self.programs, self.opened_at)
 
     def at(self, batch: Batch) -> "Engine":
         """The engine whose schedule has as many microbatches as are given in place of a batch; itself for a batch."""
@@ -115,22 +115,18 @@ class Engine:
 
     def with_remat(self, remat: tuple[RematPolicy, ...] | None, offload: tuple[int | None, ...]) -> "Engine":
         """The same cuts and the same schedule, with stages that keep something else."""
-        return self._with(dataclasses.replace(self.options, remat=remat, offload=offload))
+        return self.with_options(dataclasses.replace(self.options, remat=remat, offload=offload))
 
     def with_host(self, host: str | None) -> "Engine":
         """The same cuts and the same schedule, with other parts of the state in host memory."""
-        if host == self.options.host:
-            return self
-        options = self.options.with_host(host)
-        return self._with(options, waiting=options.waiting)
+        return self if host == self.options.host else self.with_options(self.options.with_host(host))
 
     @cached_property
     def replicas(self) -> tuple["Engine", ...]:
         """An engine for each replica, which holds the same parameters and knows of no others; itself if there is one."""
         if self.placement.num_replicas == 1:
             return (self,)
-        each = map(self.options.alone, range(self.placement.num_replicas))
-        return tuple(self._with(options, base=options.placement) for options in each)
+        return tuple(self.with_options(self.options.alone(number)) for number in range(self.placement.num_replicas))
 
     def at_replica(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The parameters of a state that is held by all replicas, as this engine of one of them holds them."""

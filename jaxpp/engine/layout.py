@@ -150,6 +150,7 @@ class Layout:
     packs: tuple[tuple[Pack, ...], ...]  # the small gradients that each stage sums as one vector
     weight: Callable[[Batch], Any] | None  # of a microbatch; None: the number of its examples
     follows: tuple[int, ...]  # the owners of another loss, in whose order equations run; empty: in the user's order
+    specs: tuple[PartitionSpec, ...]  # how each parameter leaf is sharded
     warnings: tuple[Warning, ...]  # what to tell the user of these stages
     copies: tuple[StateCopy, ...] = ()  # the last model state leaves, if they are copies of others for further stages
 
@@ -182,6 +183,29 @@ class Layout:
     def num_own(self) -> int:
         """How many parameter leaves each replica has of its own; they are the last."""
         return len(self.leaves.own_params)
+
+    def divided(self, options: Options) -> "Layout":
+        """The same where replicas divide what these options say."""
+        packed = {ref.index for each in self.packs for pack in each for ref in pack.members}
+        params = _divided(options, self.leaves.all_params, self.specs, packed)
+        shared = self.num_shared
+        return replace(self, leaves=self.leaves._replace(params=params[:shared], own_params=params[shared:]))
+
+
+def _divided(
+    options: Options, params: Sequence[StateLeaf], specs: Sequence[PartitionSpec], packed: Collection[int] = ()
+) -> list[StateLeaf]:
+    """The parameter leaves as devices divide them; the gradients of those that are packed are summed whole."""
+    sizes, shard, found = options.axes.sizes, options.shard, list[StateLeaf]()
+    asked = [DATA in itertools.chain.from_iterable(map(axis_names, spec)) for spec in specs]
+    divides = sizes.get(DATA, 1) > 1 and (bool(shard) or any(asked))
+    for leaf, spec, by_user in zip(params, specs, asked, strict=True):
+        works = over_model(spec)
+        part = over_both(spec, leaf.aval.shape, sizes, divide=bool(shard) and not leaf.own) if divides else works
+        split = part != over_model(part)
+        held, summed = split and (by_user or "parameters" in shard), split and "gradients" in shard and leaf.index not in packed
+        found.append(replace(leaf, spec=works, part=part, divided=held, scattered=summed))
+    return found
 
 
 def state_leaves(model_state: Tree, owner: Sequence[int]) -> list[StateLeaf]:
@@ -285,11 +309,7 @@ class _Layouts:
             warnings.append(merge.warning)
         first = tracing.cut(loss, cuts, owner, merge.reducers, state_owner=None if like is None else like.state_owner)
         packs = tuple(code.packs for code in first.stages)
-        packed = {ref.index for each in packs for pack in each for ref in pack.members}
-        params = [
-            replace(leaf, stage=stage, scattered=leaf.scattered and leaf.index not in packed)
-            for leaf, stage in zip(params, owner, strict=True)
-        ]
+        params = [replace(leaf, stage=stage) for leaf, stage in zip(params, owner, strict=True)]
         shared, model_state = num_shared(variables[0]), state_leaves(variables[1:], first.state_home)
         return Layout(
             given=self.given,
@@ -304,17 +324,22 @@ class _Layouts:
             packs=packs,
             weight=merge.weight,
             follows=follows,
+            specs=tuple(self._specs(slicing, shared)),
             warnings=tuple(filter(None, warnings)),
-        ), first
+        ).divided(options), first
+
+    def _specs(self, slicing: Slicing, shared: int) -> list[PartitionSpec]:
+        """How each parameter leaf is sharded, if they are sliced so."""
+        given = self.specs or [WHOLE] * len(jax.tree.leaves(self.given[0]))
+        specs = [spec for k, spec in enumerate(given) for _ in slicing.leaves([k])]
+        return [*specs[:shared], *map(over_model, specs[shared:])]  # each replica has its own
 
     def _params(self, slicing: Slicing) -> list[StateLeaf]:
         """The parameter leaves as they are held, if they are sliced so; they have no stage yet."""
-        options, sizes, shard = self.options, self.options.axes.sizes, self.options.shard
+        options, sizes = self.options, self.options.axes.sizes
         params = slicing.of(self.given[0])
         leaves, shared = jax.tree.leaves(params), num_shared(params)
-        given = self.specs or [WHOLE] * len(jax.tree.leaves(self.given[0]))
-        specs = [spec for k, spec in enumerate(given) for _ in slicing.leaves([k])]
-        specs[shared:] = map(over_model, specs[shared:])  # each replica has its own
+        specs = self._specs(slicing, shared)
         pairs = list(zip(specs, leaves, strict=True))
         even = options.placement.is_even  # else ``check_even`` refuses what a rank cannot share
         if even and (
@@ -324,19 +349,13 @@ class _Layouts:
             raise ArgumentError(
                 "shardings", rule, rough, "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
             )
-        asked = [DATA in itertools.chain.from_iterable(map(axis_names, spec)) for spec in specs]
-        divides = sizes.get(DATA, 1) > 1 and (bool(shard) or any(asked))
         untrained = () if self.optimizer is None else self.optimizer.untrained
         frozen, kept = (set(slicing.leaves(which)) for which in (self.frozen, untrained))
-        found = list[StateLeaf]()
-        for k, (spec, aval) in enumerate(pairs):
-            works = over_model(spec)
-            part = over_both(spec, aval.shape, sizes, divide=bool(shard) and k < shared) if divides else works
-            split = part != over_model(part)
-            divided, scattered = split and (asked[k] or "parameters" in shard), split and "gradients" in shard
-            flags = {"frozen": k in frozen, "own": k >= shared, "changes": k not in kept}
-            found.append(StateLeaf(Role.PARAM, k, aval, -1, works, part, divided, scattered, **flags))
-        return found
+        found = [
+            StateLeaf(Role.PARAM, k, aval, -1, frozen=k in frozen, own=k >= shared, changes=k not in kept)
+            for k, (_, aval) in enumerate(pairs)
+        ]
+        return _divided(options, found, specs)
 
     def _warnings(
         self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], params: Sequence[StateLeaf]
@@ -622,14 +641,16 @@ class Preparer:
         self._known_programs: WeakValueDictionary[Hashable, Program] = WeakValueDictionary()
         self._known_constants: WeakValueDictionary[int, Constant] = WeakValueDictionary()
 
-    def for_options(self, options: Options, placement: Placement) -> "Preparer":
+    def for_options(self, options: Options, placed: "Placed") -> "Preparer":
         """The same owners, groups and cuts, with stages that keep what these options say.
 
         For one of several replicas, whose devices have no others beside them, nothing is cut yet.
         """
-        other = copy.copy(self)
-        other.options, other.placement = options, placement
+        other, placement = copy.copy(self), placed.placement
+        other.options, other.layout, other.placement = options, placed.layout, placement
         other.tracing = Tracing(options, self.layout.frozen, self.layout.follows)
+        if placed.layout is not self.layout:
+            other._known_programs = WeakValueDictionary()
         if placement.num_replicas != self.placement.num_replicas:
             other._cuts, other._known_programs = LRU[CutLoss](4 * options.max_shapes), WeakValueDictionary()
             return other

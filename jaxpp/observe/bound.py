@@ -338,14 +338,13 @@ def estimated_costs(engine: Engine, batch: Batch, key: Key | None, options: Opti
         costs = dataclasses.replace(costs, actions=longer)
     if not any(kept.recomputes for kept in options.remat or ()):
         costs = dataclasses.replace(costs, offload=tuple(copy_times(cut, placement.places)[0]))
-    liveness = step_liveness(engine, engine.lower("update", batch, key))
     num_stages, replicas, count = options.schedule.num_stages, placement.num_replicas, options.schedule.num_microbatches
-    held, leaves = {kind: [0] * num_stages for kind in ("parameters", "optimizer")}, Counter[int]()
-    for life in (*liveness.lives, *liveness.hosted):
-        own = held.get(memory_kind(life.name))
-        if own is not None and life.begins == 0 and 0 <= life.name.stage < num_stages:
-            own[life.name.stage] += life.num_bytes
-            leaves[life.name.stage] += own is held["parameters"]
+    held, leaves, placed = {kind: [0] * num_stages for kind in ("parameters", "optimizer")}, Counter[int](), engine.placed
+    for name, aval in zip(placed.names_on_devices.flat(), placed.shapes.flat(), strict=True):
+        own = held.get(memory_kind(name))
+        if own is not None:
+            own[name.stage] += engine.placement[name.stage].num_bytes(name.ref, aval)
+            leaves[name.stage] += own is held["parameters"]
     after = list[float]()
     for stage, (params, state) in enumerate(zip(*held.values(), strict=True)):
         place = placement.places[stage]
@@ -360,6 +359,7 @@ def estimated_costs(engine: Engine, batch: Batch, key: Key | None, options: Opti
     handed = dict.fromkeys(costs.actions, (_DRIVEN,) * num_stages)
     costs = dataclasses.replace(costs, dispatch=handed, offload_dispatch=(_DRIVEN,) * num_stages, after=tuple(after))
     if options.waiting:
+        liveness = step_liveness(engine, engine.lower("update", batch, key))
         rates = [1 / as_linked(cast("GPU", target_of(place.devices[0]))).links.host for place in placement.places]
         costs = costs.visited(liveness.brought(num_stages), rates)
     return costs

@@ -38,6 +38,7 @@ from jaxpp.stages.graph import Graph, ancestors, marked, trace
 from jaxpp.stages.jaxpr import Atom, aval_of, branches_of, describe, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import path_name
+from jaxpp.stages.own_params import OWN_NAME, num_shared
 from jaxpp.stages.stacked import Slices, Slicing, assembled_shapes, rows, slicing_of
 from jaxpp.types import Array, Aval, Grads, Params, Tree
 
@@ -195,23 +196,31 @@ class TracedOptimizer:
         """
         if not self.untrained:
             return frozenset()
-        kept, clash, names = set[int](), list[str](), self.paths
+        shared, names = num_shared(self._params), self.paths
+        kept, clash, parts = set[int](), list[str](), set[bool]()
         for k, (path, linked) in enumerate(zip(self._opt_paths, self.belonging, strict=True)):
             if linked and linked <= self.untrained:
                 kept.add(k)
             elif linked & self.untrained:
                 pair = names[min(linked - self.untrained)], names[min(linked & self.untrained)]
-                where = f"state.opt_state{jax.tree_util.keystr(path)}"
+                of_set = min(linked) >= shared
+                parts.add(of_set)
+                where = "bank.opt_state(task)" if of_set else "state.opt_state"
+                where += jax.tree_util.keystr(path[1:] if shared < len(names) else path)  # a bank's is the second of a pair
                 clash.append(f"{where} belongs to {pair[0]}, which is trained, and to {pair[1]}, which is not")
         if clash:
             rule = "a step that trains some parameters leaves what the optimizer holds for the others as it is"
             got = clash[:_MANY] + [f"and {len(clash) - _MANY} more"] * (len(clash) > _MANY)
-            line = _labelling(
-                [names[k] for k in sorted(self.untrained)], [n for k, n in enumerate(names) if k not in self.untrained]
-            )
+            of_these = [
+                (k, name.removeprefix(f"{OWN_NAME}/") if k >= shared else name)
+                for k, name in enumerate(names)
+                if (k >= shared) in parts
+            ]
+            others, trained = ([n for k, n in of_these if (k in self.untrained) == other] for other in (True, False))
             fix = (
                 'give the others an optimizer that holds nothing: optax.multi_transform({"trained": optimizer, "frozen": '
-                f"optax.set_to_zero()}}, label), with label = {line}; or, if pipe.other trains them, one of their own in its place"
+                f"optax.set_to_zero()}}, label), with label = {_labelling(others, trained)}; or, if pipe.other trains them, "
+                "one of their own in its place"
             )
             raise OptimizerError("trains", rule, got, fix)
         return frozenset(kept)

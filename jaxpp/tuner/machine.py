@@ -16,7 +16,7 @@ import os
 import secrets
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -102,7 +102,8 @@ class Devices:
         self._mesh, self._axes = mesh, axis_map(self._options.get("axes"), mesh)
         leaves = jax.tree.leaves(init_or_params)
         self._makes = callable(init_or_params) and len(leaves) == 1 and leaves[0] is init_or_params  # and no callable parameters
-        self._families: dict[Family, tuple[_Steps, Needs]] = {}
+        self._families: dict[tuple[Family, Hashable], tuple[_Steps, Needs]] = {}  # by what replicas divide and what waits, too
+        self._elsewhere: dict[str, _Results] = {}  # what was found where other parts of the state are divided, or wait
         self._layouts: dict[Family, Layout] = {}  # of families with cuts for another schedule than a plain one
         self._pace = _Pace()
         self.num_measured = 0
@@ -127,10 +128,14 @@ class Devices:
         """What is wrong with the file of results; empty if nothing is."""
         return self._results.remark
 
-    def elsewhere(self, devices: Sequence[Device], mesh: Mesh | None) -> "Devices":
-        """The same where other GPUs are in their places, if it compiles nothing: what is traced, cut and counted is the same."""
+    def elsewhere(self, devices: Sequence[Device], mesh: Mesh | None, **options: object) -> "Devices":
+        """The same where other GPUs are in their places, and where ``shard`` and ``host`` are these, if it compiles nothing.
+
+        What is traced and cut is the same.
+        """
         other = copy.copy(self)
-        other._devices, other._mesh = tuple(devices), mesh
+        other._devices, other._mesh, other._options = tuple(devices), mesh, {**self._options, **options}
+        other._results = self._elsewhere.setdefault(str(options), _Results(False, "", several=False))
         return other
 
     def costs(self, family: Family) -> StepCosts:
@@ -244,11 +249,24 @@ class Devices:
         return Candidate(plain_schedule(family, self._num_ranks(family)), family.remat, family.balance, family.replicas)
 
     def _family(self, family: Family) -> tuple["_Steps", Needs]:
-        if family not in self._families:
-            steps = self._open(self._plain(family), self._layouts.get(family._replace(splits=False)))
+        options = self._options_of(self._plain(family))
+        name = family, (options.shard, options.host)
+        if name not in self._families:
+            steps = self._opened(family, options)
             needs = program_needs(steps.engine, self._batch, steps.key) if self._compiles else self._needs
-            self._families[family] = steps, needs
-        return self._families[family]
+            self._families[name] = steps, needs
+        return self._families[name]
+
+    def _opened(self, family: Family, options: Options) -> "_Steps":
+        """A family with the cuts of one that differs in what stages keep, in kinds of backwards or in where the state is."""
+        plain = family._replace(remat="", splits=False)
+        for (other, _), (steps, _) in self._families.items():
+            if family.balance == "flops" and other._replace(remat="", splits=False) == plain:
+                engine, names = steps.engine, ("schedule", "remat", "offload", "shard", "host")
+                changed = {name: getattr(options, name) for name in names}
+                engine = engine.with_options(dataclasses.replace(engine.options, made_to_measure=False, **changed))
+                return _Steps(engine, self._batch, steps.key, self._variables)
+        return self._open(self._plain(family), self._layouts.get(family._replace(splits=False)))
 
     def _steps(self, candidate: Candidate) -> "_Steps":
         steps, options = self._family(candidate.family)[0], self._options_of(candidate)

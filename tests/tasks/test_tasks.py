@@ -678,3 +678,22 @@ def test_a_stage_of_a_replica_that_is_in_several_processes_is_refused(monkeypatc
     with pytest.raises(jaxpp.errors.BankError, match="each stage of a replica is in one process") as error:
         opened(jaxpp.Bank(sets(1), OWN))
     assert "Fix: put the axis model of the mesh inside the hosts." in str(error.value)
+
+
+def test_a_step_that_trains_a_part_of_a_set_leaves_the_rest_and_theta_as_they_are():
+    bank, batch = jaxpp.Bank(sets(2), OWN), DATA
+    with pytest.raises(jaxpp.errors.OptimizerError, match=r"bank.opt_state\(task\)\[1\]\[0\].count belongs to task/") as error:
+        pipeline(bank, trains="task/head").init(theta(), batch)
+    words = str(error.value)
+    assert "state.opt_state" not in words  # all of Theta is left as it is
+    label = eval(words.partition("with label = ")[2].partition("; or,")[0], {"jax": jax})  # noqa: S307  (as the message says)
+    bank = jaxpp.Bank(sets(2), optax.multi_transform({"trained": OWN, "frozen": optax.set_to_zero()}, label))
+    pipe = pipeline(bank, trains="task/head", data_parallel=2)
+    first = state = pipe.init(theta(), batch)
+    for tasks in (["t0", "t1"], ["t0", "t0"]):
+        assert pipe.verify(state, batch, jax.random.key(0), task=tasks)
+        state, _ = pipe.step(state, batch, jax.random.key(1), task=tasks, donate=False)
+    assert jax.tree.all(jax.tree.map(np.array_equal, (first.params, first.opt_state), (state.params, state.opt_state)))
+    for task, before in sets(2).items():
+        assert np.array_equal(bank.params(task)["adapter"], before["adapter"])
+        assert not np.array_equal(bank.params(task)["head"], before["head"])
