@@ -1,5 +1,7 @@
 """Model state: every microbatch finds what the one before it left, whatever the stages and the schedule."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -106,6 +108,22 @@ def test_verify_tells_rounding_from_a_difference_and_stages_with_state_are_not_r
     monkeypatch.setattr(pipe.engine, "run", tampered)
     with pytest.raises(VerifyError, match=r"grads\['dense_0'\]\['bias'\] does not"):
         pipe.verify(state, BATCH)
+
+
+def test_evaluate_reads_a_state_before_the_stage_that_trains_it(x64):
+    def delayed(params, model_state, batch, first=False):
+        h = batch["x"] + model_state["old"] if first else batch["x"]
+        made = jnp.tanh(jnp.tanh(h @ params["a"]) @ params["b"])
+        new = {"new": (batch["x"] if first else made).mean(), "old": model_state["new"]}
+        return ((made if first else made + model_state["old"]) ** 2).mean(), (new, {})
+
+    params, means = dict.fromkeys("ab", jnp.eye(5)), {"new": jnp.asarray(0.5), "old": jnp.asarray(0.25)}
+    pipe = pipeline(2, 2, loss=delayed)
+    state, _ = pipe.step(pipe.init((params, means), EVEN), EVEN)
+    at_first = functools.partial(delayed, first=True)
+    found = pipe.evaluate(state, EVEN, loss_fn=at_first)
+    params, means = jax.device_get((state.params, state.model_state))
+    compare("loss", found.loss, oracle(at_first, params, EVEN, None, 2, model_state=means)[0])
 
 
 @pytest.mark.long
