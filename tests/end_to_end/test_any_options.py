@@ -35,6 +35,7 @@ from jaxpp.schedule import SCHEDULES, make
 from tests.random_models import LAYERS, MORE, RANDOM, STATEFUL, Model, half, random_model, single, spectrum
 
 STEPS = 3
+SEEDS = 1500
 CROWDED = 244  # from this seed, where the slow tier begins, every second one draws many options
 SECONDS = 120  # in which a case is done, or it hangs
 WIDTH = 4
@@ -935,7 +936,7 @@ SHORT = 184, 209, 211, 228
 def seeds() -> Iterator[Any]:
     """A few that are quick, of which none is refused; then more, of which a sixth is in the long tier."""
     yield from SHORT
-    more = [seed for seed in range(2252) if seed not in SHORT]
+    more = [seed for seed in range(SEEDS) if seed not in SHORT]
     for k, seed in enumerate(more):
         yield pytest.param(seed, marks=pytest.mark.long if k < 240 else pytest.mark.slow)
 
@@ -947,7 +948,7 @@ def test_any_options_on_any_model_train_as_on_one_device_or_are_refused(seed):
 
 
 def test_every_option_occurs_often_and_beside_every_other():
-    cases = [drawn(seed).given for seed in range(2252)]
+    cases = [drawn(seed).given for seed in range(SEEDS)]
     counts = collections.Counter(name for given in cases for name in given)
     assert all(counts[name] > 60 for name in (*OPTIONS, *VERBS))
     found = {frozenset((a, b)) for given in cases for a in given for b in given if a < b}
