@@ -261,13 +261,13 @@ class _Layouts:
             replace(leaf, stage=stage, scattered=leaf.scattered and leaf.index not in packed)
             for leaf, stage in zip(params, owner, strict=True)
         ]
-        shared, model_state = num_shared(variables[0]), state_leaves(variables[1:], first.state_home)
+        shared, state_owner = num_shared(variables[0]), first.state_home if like is None else like.state_owner
         return Layout(
             given=self.given,
             variables=variables,
             slicing=slicing,
             state_slicing=state_slicing,
-            leaves=Leaves(params[:shared], params[shared:], model_state=model_state),
+            leaves=Leaves(params[:shared], params[shared:], model_state=state_leaves(variables[1:], state_owner)),
             optimizer=self.optimizer,
             spine=loss.primitives,
             cuts=cuts,

@@ -110,7 +110,8 @@ def test_verify_tells_rounding_from_a_difference_and_stages_with_state_are_not_r
         pipe.verify(state, BATCH)
 
 
-def test_evaluate_reads_a_state_before_the_stage_that_trains_it(x64):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_another_loss_reads_and_makes_the_state_on_another_stage(x64, replicas):
     def delayed(params, model_state, batch, first=False):
         h = batch["x"] + model_state["old"] if first else batch["x"]
         made = jnp.tanh(jnp.tanh(h @ params["a"]) @ params["b"])
@@ -118,12 +119,17 @@ def test_evaluate_reads_a_state_before_the_stage_that_trains_it(x64):
         return ((made if first else made + model_state["old"]) ** 2).mean(), (new, {})
 
     params, means = dict.fromkeys("ab", jnp.eye(5)), {"new": jnp.asarray(0.5), "old": jnp.asarray(0.25)}
-    pipe = pipeline(2, 2, loss=delayed)
+    pipe, at_first = pipeline(2, 2, loss=delayed, data_parallel=replicas), functools.partial(delayed, first=True)
     state, _ = pipe.step(pipe.init((params, means), EVEN), EVEN)
-    at_first = functools.partial(delayed, first=True)
     found = pipe.evaluate(state, EVEN, loss_fn=at_first)
-    params, means = jax.device_get((state.params, state.model_state))
-    compare("loss", found.loss, oracle(at_first, params, EVEN, None, 2, model_state=means)[0])
+    given = jax.device_get((state.params, state.model_state))
+    if replicas == 1:
+        compare("loss", found.loss, oracle(at_first, given[0], EVEN, None, 2, model_state=given[1])[0])
+    other = pipe.other(at_first)
+    state = other.init(state, EVEN)
+    other.verify(state, EVEN)
+    state, _ = other.step(state, EVEN)
+    pipe.verify(state, EVEN)
 
 
 @pytest.mark.long
