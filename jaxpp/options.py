@@ -122,15 +122,17 @@ class Options:
                 found.append(self.with_host(word))
         return found
 
-    def idle(self, *, calls_host: bool, waits: bool, divides: bool) -> Iterator["OptionWarning"]:
+    def idle(self, *, calls_host: bool, waits: bool, divides: bool, shares: bool) -> Iterator["OptionWarning"]:
         """What to tell of options that change nothing beside the others, and beside this loss and optimizer.
 
         Args:
             calls_host: whether either of these calls Python on the host.
             waits: whether the optimizer's state has leaves that can wait in host memory.
             divides: whether the loss says how its values are divided over axes.
+            shares: whether replicas hold parts of what they are asked to divide.
         """
         schedule, known, delay = self.schedule, not self.made_to_measure, bool(self.delay)
+        single = self.placement.num_replicas == 1
         axes, sizes = self.axes.names if self.by_list else (), self.axes.sizes
         unnamed = [name for name, axis, _ in axes if axis != DATA and sizes.get(axis, 1) == 1 and not divides]
         fuses = any(action.stage == schedule.num_stages - 1 for action in schedule.pairs)
@@ -140,10 +142,12 @@ class Options:
         named, nothing = "it says what the axes of a mesh are, and over what functions reduce", "an optimizer without arrays"
         behind, waiting = "the last stage runs B right behind each F", "the optimizer's state waits in host memory"
         scaled = "a loss scale and has_state=True"
+        able = "replicas divide an axis that their number divides, and of the optimizer's state what has its parameter's shape"
         alone, more, order = "replicas divide it between them", "pass data_parallel=2, or leave it out", 'pass schedule="1f1b"'
         for is_idle, where, rule, got, fix in (
             (self.cuts is not None and self.balance != "cost", f"balance={self.balance!r}", cut, "cuts too", both),
-            (self.shard and self.placement.num_replicas == 1, f"shard={sorted(self.shard)}", alone, "one replica", more),
+            (self.shard and single, f"shard={sorted(self.shard)}", alone, "one replica", more),
+            (self.shard and not single and not shares, f"shard={sorted(self.shard)}", able, "nothing like that", "leave it out"),
             (unnamed, f"axes with {', '.join(map(repr, unnamed))}", named, "no mesh", "pass mesh=..., or leave these out"),
             (self.host == "optimizer" and not waits, 'host="optimizer"', waiting, nothing, "leave it out"),
             (self.fuse and known and not fuses, "fuse=True", behind, schedule.name, f"{order}, or leave it out"),

@@ -139,8 +139,9 @@ class Pipeline(Forward):
             ``"optimizer"`` (its state; gradients are then reduce-scattered once a step, and new parameters gathered),
             ``"parameters"`` (these between steps, and the optimizer's state; they are gathered once a step), ``"gradients"`` (their
             sum, and the optimizer's state; each microbatch's are reduce-scattered), or a list of these. Others call it ZeRO 1, 2
-            and 3, or FSDP. A leaf is divided along its first axis that can be; one that has none stays whole. A ``PartitionSpec``
-            in ``shardings`` that names ``"data"`` or ``"fsdp"`` divides that parameter so. Results are the same.
+            and 3, or FSDP. A leaf is divided along its first axis that can be; one that has none stays whole, and so do moments
+            that have not their parameter's shape, such as adafactor's. A ``PartitionSpec`` in ``shardings`` that names ``"data"``
+            or ``"fsdp"`` divides that parameter so. Results are the same.
         axes: what other axes of your mesh, or names in your functions, are to the pipeline: ``{"pipe": "stage", "data": ("replica",
             "fsdp"), "model": "tensor"}``. It knows ``stage``, ``fsdp``, ``replica``, ``batch``, ``tensor``, ``pp``, ``dp``, ``tp``.
             With ``{"data": "batch"}`` a model whose ``nn.BatchNorm`` has ``axis_name="batch"`` normalises over the examples of all

@@ -304,19 +304,19 @@ class _Layouts:
         merge = tracing.merge(loss, options.loss_fn, variables, self.microbatch, self.key, self.microbatches)
         _check_collectives(loss, options.placement, merge.weight, num_own(variables[0]))
         owner = follows or owners(loss, cuts)
-        warnings = list(self._warnings(loss, cuts, owner, params))
+        warnings = list(self._warnings(loss, cuts, owner, params, slicing))
         if not any(isinstance(each, ModelStateWarning) and each.counts for each in warnings):  # it is told what is mended first
             warnings.append(merge.warning)
         first = tracing.cut(loss, cuts, owner, merge.reducers, state_owner=None if like is None else like.state_owner)
         packs = tuple(code.packs for code in first.stages)
         params = [replace(leaf, stage=stage) for leaf, stage in zip(params, owner, strict=True)]
-        shared, model_state = num_shared(variables[0]), state_leaves(variables[1:], first.state_home)
+        shared, state_owner = num_shared(variables[0]), first.state_home if like is None else like.state_owner
         return Layout(
             given=self.given,
             variables=variables,
             slicing=slicing,
             state_slicing=state_slicing,
-            leaves=Leaves(params[:shared], params[shared:], model_state=model_state),
+            leaves=Leaves(params[:shared], params[shared:], model_state=state_leaves(variables[1:], state_owner)),
             optimizer=self.optimizer,
             spine=loss.primitives,
             cuts=cuts,
@@ -358,7 +358,7 @@ class _Layouts:
         return _divided(options, found, specs)
 
     def _warnings(
-        self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], params: Sequence[StateLeaf]
+        self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], params: Sequence[StateLeaf], slicing: Slicing
     ) -> Iterator[Warning | None]:
         """What to tell the user of these stages; what ranks of unequal width cannot share is refused."""
         options, readers, specs = self.options, _readers(loss, cuts, owner), [leaf.spec for leaf in params]
@@ -370,7 +370,12 @@ class _Layouts:
         yield options.devices_warning
         eqns = loss.graph.eqns if self.optimizer is None else (*loss.graph.eqns, *self.optimizer.eqns)
         opt = () if self.optimizer is None else self.optimizer.shapes
-        yield from options.idle(calls_host=calls_host(eqns), waits=not all(map(_stays, opt)), divides=loss.graph.sharded)
+        yield from options.idle(
+            calls_host=calls_host(eqns),
+            waits=not all(map(_stays, opt)),
+            divides=loss.graph.sharded,
+            shares=self._shares(params, slicing),
+        )
         if not loss.graph.sharded:
             divided_on = {stage for spec, stages in zip(specs, readers, strict=True) if any(spec) for stage in stages}
             yield from undivided_warnings(placement, divided_on, by_list=options.by_list)
@@ -378,6 +383,15 @@ class _Layouts:
         chosen = options.cuts is None and self.like is None and options.balance != "memory"
         yield uneven(loss, cuts, placement.speeds) if chosen else None
         yield _offloading(loss)
+
+    def _shares(self, params: Sequence[StateLeaf], slicing: Slicing) -> bool:
+        """Whether replicas hold parts of anything that they are asked to divide."""
+        split = {leaf.index for leaf in params if leaf.part != over_model(leaf.part)}
+        optimizer, leaves = self.optimizer, jax.tree.leaves(self.given[0])
+        if optimizer is None or self.options.shard != {"optimizer"}:
+            return bool(split)
+        homes = {(home, aval.shape) for home, aval in zip(optimizer.homes, optimizer.shapes, strict=True)}
+        return not split.isdisjoint(slicing.leaves(k for k, leaf in enumerate(leaves) if (k, leaf.shape) in homes))
 
     def measured(self, loss: TracedLoss, layout: Layout, first: CutLoss, programs: Programs) -> tuple[Layout, CutLoss]:
         """As ``at``, by what the stages of a first cut took, each on its rank; of ranks of unequal width as on the narrowest."""

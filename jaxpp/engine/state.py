@@ -459,10 +459,7 @@ class States:
             pairs = zip(paths, self._homes, other._homes, strict=True)
             got = [f"state{path}: {there} instead of {here}" for path, here, there in pairs if here != there][:8]
             rule = "the steps of pipelines of one state find it on the same devices"
-            fix = (
-                "pass a schedule that has the stages on the ranks on which the first has them, write the loss so that it changes "
-                "the model state in the order of the first, or make a pipeline of its own"
-            )
+            fix = "pass a schedule that has the stages on the ranks on which the first has them, or make a pipeline of its own"
             raise CutError("other", rule, got, fix)
 
     def unwrap(self, state: State, where: str = "step", *, consumed: bool = False) -> Leaves[Array]:

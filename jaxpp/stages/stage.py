@@ -109,7 +109,7 @@ class ProgramOptions:
     reducers: Mapping[int, Reducer] = field(default_factory=dict)  # of the aux leaves that are held, not averaged
     packs: Sequence[tuple[Pack, ...]] | None = None  # the gradients that each stage packs, if that is decided
     pack: bool = True  # whether small values are packed
-    state_owner: Sequence[int] | None = None  # of the model state leaves that nothing on the spine makes, if that is decided
+    state_owner: Sequence[int] | None = None  # of the model state leaves that no stage changes, if that is decided
     rates: Rates = CPU_RATES  # of the devices, by which costs are estimated
     speeds: Sequence[float] = ()  # how many times as fast as the narrowest rank that of each stage is; empty: all are alike
     axes: Sequence[RankAxes] | None = None  # of the rank of each stage, where the loss names those of the widest rank

@@ -375,6 +375,11 @@ def test_a_pair_that_is_refused_is_so_before_any_device_works(pair):
     [
         ({"cuts": ["c"], "balance": "time"}, "balance='time': the stages begin where cuts= says"),
         ({"shard": "parameters"}, "shard=['parameters']: replicas divide it"),
+        (
+            {"shard": "optimizer", "data_parallel": 2, "optimizer": optax.adafactor(1e-2, min_dim_size_to_factor=2)},
+            "shard=['optimizer']: replicas divide an axis",
+        ),
+        ({"shard": "optimizer", "data_parallel": 2, "optimizer": optax.sgd(1e-2)}, "shard=['optimizer']: replicas divide an axis"),
         ({"axes": {"pipe": "stage"}}, "axes with 'stage': it says what the axes of a mesh are"),
         ({"axes": {"data": "batch", "model": ("tensor", "expert")}, "data_parallel": 2}, "axes with 'tensor', 'expert'"),
         ({"host": "optimizer", "optimizer": optax.sgd(lambda step: 0.1 / (1 + step))}, 'host="optimizer": the optimizer\'s state'),
@@ -398,6 +403,8 @@ def test_an_option_that_changes_nothing_is_told(options, said):
     [
         {"axes": {"data": "batch"}},
         {"axes": {"model": "tensor"}, **WIDE},
+        {"shard": "optimizer", "data_parallel": 2},
+        {"shard": "gradients", "data_parallel": 2, "optimizer": optax.sgd(1e-2)},
         {"host": "optimizer"},
         {"fuse": True},
         {"fuse": True, "schedule": "auto"},

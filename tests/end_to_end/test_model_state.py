@@ -1,5 +1,7 @@
 """Model state: every microbatch finds what the one before it left, whatever the stages and the schedule."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -106,6 +108,28 @@ def test_verify_tells_rounding_from_a_difference_and_stages_with_state_are_not_r
     monkeypatch.setattr(pipe.engine, "run", tampered)
     with pytest.raises(VerifyError, match=r"grads\['dense_0'\]\['bias'\] does not"):
         pipe.verify(state, BATCH)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_another_loss_reads_and_makes_the_state_on_another_stage(x64, replicas):
+    def delayed(params, model_state, batch, first=False):
+        h = batch["x"] + model_state["old"] if first else batch["x"]
+        made = jnp.tanh(jnp.tanh(h @ params["a"]) @ params["b"])
+        new = {"new": (batch["x"] if first else made).mean(), "old": model_state["new"]}
+        return ((made if first else made + model_state["old"]) ** 2).mean(), (new, {})
+
+    params, means = dict.fromkeys("ab", jnp.eye(5)), {"new": jnp.asarray(0.5), "old": jnp.asarray(0.25)}
+    pipe, at_first = pipeline(2, 2, loss=delayed, data_parallel=replicas), functools.partial(delayed, first=True)
+    state, _ = pipe.step(pipe.init((params, means), EVEN), EVEN)
+    found = pipe.evaluate(state, EVEN, loss_fn=at_first)
+    given = jax.device_get((state.params, state.model_state))
+    if replicas == 1:
+        compare("loss", found.loss, oracle(at_first, given[0], EVEN, None, 2, model_state=given[1])[0])
+    other = pipe.other(at_first)
+    state = other.init(state, EVEN)
+    other.verify(state, EVEN)
+    state, _ = other.step(state, EVEN)
+    pipe.verify(state, EVEN)
 
 
 @pytest.mark.long

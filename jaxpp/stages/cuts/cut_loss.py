@@ -107,13 +107,11 @@ class _Numbered(Graph):
 
 
 def _state_home(loss: TracedLoss, cuts: Cuts, owner: Sequence[int] | None) -> tuple[int, ...]:
-    """The stage that makes the new value of each model state leaf; if no stage makes it, the first stage that reads the leaf."""
-    spine = {var for i in loss.spine for var in loss.graph.eqns[i].outvars}
+    """The stage that makes the new value of each model state leaf; if it has none, its owner, or the first stage that reads it."""
     homes = []
-    for leaf, (place, source) in enumerate(zip(loss.state_spans, loss.sources, strict=True)):
-        made = isinstance(source, Var) and source in spine
+    for leaf, place in enumerate(loss.state_spans):
         default = 0 if owner is None else owner[leaf]
-        homes.append(bisect.bisect_right(cuts, place[1]) if place and (made or owner is None) else default)
+        homes.append(bisect.bisect_right(cuts, place[1]) if place and (owner is None or leaf not in loss.unchanged) else default)
     return tuple(homes)
 
 
