@@ -199,8 +199,9 @@ def test_a_batch_of_another_size_compiles_what_depends_on_it_alone():
 def test_the_progress_bar_says_for_what_batch_it_compiles(monkeypatch, capsys):
     monkeypatch.setattr("jaxpp.runtime.compile._PATIENCE", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    pipe = pipeline(lambda params, x: 0.123 * plain(params, x))  # which no other test has compiled
-    state = pipe.init(
+    held = optax.GradientTransformation(lambda params: jax.tree.map(lambda leaf: 0.123 * leaf, params), lambda *given: given[:2])
+    pipe = jaxpp.Pipeline(lambda params, x: 0.123 * plain(params, x), held, num_stages=2, num_microbatches=4)
+    state = pipe.init(  # of programs that no other test has compiled
         lambda key: jax.tree.map(lambda leaf: 0.123 * jax.random.normal(key, leaf.shape), PARAMS), jax.random.key(0), X[:8]
     )
     said = capsys.readouterr().err
