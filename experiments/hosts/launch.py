@@ -25,6 +25,7 @@ __all__ = ["Ended", "Process", "Processes", "ProcessesError", "free_ports", "lau
 
 ROOT = Path(__file__).parent.parent.parent
 _GRACE = 1.0
+_REST = 2.0  # seconds for what a process that has ended left in its pipes
 """Seconds in which the others may end by themselves after one has failed, and say why."""
 
 _THREADS = "16"
@@ -111,16 +112,17 @@ class Process:
     def ended(self) -> Ended:
         """What became of it; it must have ended."""
         for reader in self._readers:
-            reader.join(timeout=10)
+            reader.join(timeout=_REST)
         return Ended(self.number, self.popen.wait(), self.out, self.errors)
 
     def close(self) -> None:
-        """End it, and let go of its pipes."""
+        """End it, and let go of its pipes, without waiting for something that it started and that holds one open."""
         self.kill()
-        for reader in self._readers:
-            reader.join(timeout=10)
-        for stream in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
-            if stream is not None:
+        if self.popen.stdin is not None:
+            self.popen.stdin.close()
+        for reader, stream in zip(self._readers, (self.popen.stdout, self.popen.stderr), strict=True):
+            reader.join(timeout=_REST)
+            if stream is not None and not reader.is_alive():
                 stream.close()
 
 

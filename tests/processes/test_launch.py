@@ -39,6 +39,11 @@ def fail(number: int):
     time.sleep(600)
 
 
+def leave():
+    """The process ends, and something that it started lives on."""
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+
+
 def wait():
     """All wait, after saying that they do."""
     print("waits", flush=True)
@@ -85,6 +90,13 @@ def test_a_time_limit_ends_all():
         with pytest.raises(ProcessesError, match=r"2 of 2 processes had not ended after 0\.1 seconds"):
             processes.wait(0.1)
         assert [process.code for process in processes] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.long
+def test_what_a_process_leaves_running_is_not_waited_for():
+    began = time.monotonic()
+    (ended,) = launch("tests.processes.test_launch:leave", 1, seconds=60)
+    assert ended.code == 0 and time.monotonic() - began < 40
 
 
 def test_an_exception_in_the_block_ends_all():
