@@ -25,8 +25,9 @@ __all__ = ["Ended", "Process", "Processes", "ProcessesError", "free_ports", "lau
 
 ROOT = Path(__file__).parent.parent.parent
 _GRACE = 1.0
-_REST = 2.0  # seconds for what a process that has ended left in its pipes
 """Seconds in which the others may end by themselves after one has failed, and say why."""
+_REST = 2.0
+"""Seconds for what a process that has ended left in its pipes."""
 
 _THREADS = "16"
 """Threads of XLA's runtime for CPU: a collective keeps one for each device while it waits, and sends need some besides."""
