@@ -1,5 +1,6 @@
 """A run that is killed at random moments goes on from a whole checkpoint, and ends with the bits of the run that was not."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -78,8 +79,8 @@ def runs_from_host(tmp_path_factory):
 
 def kill(runs: Runs, folder: Path, kills: int, seed: int) -> None:
     """Kill runs at random moments, every other one while it trains; a run that ends all the same is compared, and begun anew."""
-    rng, done, newest = np.random.default_rng(seed), 0, 0
-    place = folder / "0"
+    rng, done, newest, places = np.random.default_rng(seed), 0, 0, map(str, itertools.count())
+    place = folder / next(places)
     while True:
         last = done == kills
         lines = runs.start(place, kill=None if last else rng.uniform(), training=done % 2 == 1)
@@ -94,7 +95,7 @@ def kill(runs: Runs, folder: Path, kills: int, seed: int) -> None:
             assert left[-1] == STEPS and set(left) <= expected, "what is left on disk after many kills"
             if last:
                 return
-            place, newest = folder / str(done), 0
+            place, newest = folder / next(places), 0  # in the same one it would end at once, before any moment at which it trains
         else:
             done += 1
             print("kill", done, "found", newest, "left", sorted(path.name for path in place.iterdir()) if place.exists() else None)
