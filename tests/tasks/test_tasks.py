@@ -262,7 +262,8 @@ def test_replicas_with_different_tasks_equal_the_oracle(num_replicas, options):
         compare(name, bank.params(name), params, floor=0.1)
 
 
-@pytest.mark.parametrize("tasks", [["t0", "t1"], pytest.param(["t0", "t0"], marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("tasks", [["t0", "t1"], ["t0", "t0"]])
 def test_of_a_loss_that_is_a_sum_the_gradient_of_a_task_is_the_sum_over_its_replicas(tasks):
     def loss(params, task, batch, key):
         return len(batch[1]) * loss_fn(params, task, batch, key)[0]
@@ -680,6 +681,7 @@ def test_a_stage_of_a_replica_that_is_in_several_processes_is_refused(monkeypatc
     assert "Fix: put the axis model of the mesh inside the hosts." in str(error.value)
 
 
+@pytest.mark.long
 def test_a_step_that_trains_a_part_of_a_set_leaves_the_rest_and_theta_as_they_are():
     bank, batch = jaxpp.Bank(sets(2), OWN), DATA
     with pytest.raises(jaxpp.errors.OptimizerError, match=r"bank.opt_state\(task\)\[1\]\[0\].count belongs to task/") as error:
