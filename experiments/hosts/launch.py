@@ -79,10 +79,11 @@ class Process:
             reader.start()
 
     def _read(self, name: str, stream: IO[str], echo: bool) -> None:
-        for line in stream:
-            self._lines[name].append(line)
-            if echo:
-                print(f"[{self.number}] {line}", end="", file=sys.stderr, flush=True)
+        with stream:  # closed at its end, which may come after ``close`` where something else holds the pipe open
+            for line in stream:
+                self._lines[name].append(line)
+                if echo:
+                    print(f"[{self.number}] {line}", end="", file=sys.stderr, flush=True)
 
     @property
     def out(self) -> str:
@@ -121,10 +122,8 @@ class Process:
         self.kill()
         if self.popen.stdin is not None:
             self.popen.stdin.close()
-        for reader, stream in zip(self._readers, (self.popen.stdout, self.popen.stderr), strict=True):
+        for reader in self._readers:
             reader.join(timeout=_REST)
-            if stream is not None and not reader.is_alive():
-                stream.close()
 
 
 class Processes(Sequence[Process]):

@@ -39,9 +39,9 @@ def fail(number: int):
     time.sleep(600)
 
 
-def leave():
-    """The process ends, and something that it started lives on."""
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+def leave(seconds: float):
+    """The process ends, and something that it started lives on for a while."""
+    subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"], start_new_session=True)
 
 
 def wait():
@@ -95,8 +95,20 @@ def test_a_time_limit_ends_all():
 @pytest.mark.long
 def test_what_a_process_leaves_running_is_not_waited_for():
     began = time.monotonic()
-    (ended,) = launch("tests.processes.test_launch:leave", 1, seconds=60)
+    (ended,) = launch("tests.processes.test_launch:leave", 1, {"seconds": 60}, seconds=60)
     assert ended.code == 0 and time.monotonic() - began < 40
+
+
+@pytest.mark.long
+def test_the_pipes_of_what_a_process_leaves_running_are_closed_when_that_ends():
+    with start("tests.processes.test_launch:leave", 1, {"seconds": 10}) as processes:
+        (ended,) = processes.wait(60)
+    streams = processes[0].popen.stdout, processes[0].popen.stderr
+    assert ended.code == 0 and not any(stream.closed for stream in streams)
+    limit = time.monotonic() + 60
+    while not all(stream.closed for stream in streams) and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert all(stream.closed for stream in streams)
 
 
 def test_an_exception_in_the_block_ends_all():
