@@ -7,7 +7,6 @@ whenever it launches a graph, records it, or updates it because a buffer has mov
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -68,29 +67,29 @@ class GraphCounts:
     """
 
     steps: int = 0
-    lines: Counter[str] = field(default_factory=Counter)
+    lines: dict[str, int] = field(default_factory=dict)
     moved: int = 0
     kernels: int = 0
     rewritten: int = 0
     microseconds: int = 0
-    unknown: Counter[str] = field(default_factory=Counter)
+    unknown: dict[str, int] = field(default_factory=dict)
 
     def a_step(self, kind: str) -> float:
         """Lines of a kind in a step."""
-        return self.lines[kind] / self.steps if self.steps else 0.0
+        return self.lines.get(kind, 0) / self.steps if self.steps else 0.0
 
     def said(self) -> str:
         """In words, for a note."""
         if not self.lines and not self.unknown:
             return "nothing was logged of graphs: there are none, or XLA calls them something else"
-        updates = self.lines["updated"]
+        updates = self.lines.get("updated", 0)
         words = list[str]()
         if updates:
             words.append(f"{self.moved / updates:.1f} moved buffers an update, of {self.kernels / updates:.0f} kernels")
         if self.rewritten:
             words.append(f"{self.rewritten / max(1, self.steps):.0f} kernels written anew a step")
         kinds = ("recorded", "traced again", "refused", "evicted")
-        words += [f"{self.a_step(kind):.1f} {kind} a step" for kind in kinds if self.lines[kind]]
+        words += [f"{self.a_step(kind):.1f} {kind} a step" for kind in kinds if kind in self.lines]
         if self.microseconds:
             words.append(f"{self.microseconds / 1e3 / max(1, self.steps):.2f} ms a step to record and update")
         if self.unknown:
@@ -157,9 +156,10 @@ def graphs_made(log: Iterable[str]) -> dict[str, list[int]]:
 def _count(counts: GraphCounts, text: str) -> None:
     kind = next((kind for kind, pattern in _KNOWN if pattern.match(text)), None)
     if kind is None:
-        counts.unknown[re.sub(r"0x[0-9a-f]+|\d+", "#", text)[:120]] += 1
+        text = re.sub(r"0x[0-9a-f]+|\d+", "#", text)[:120]
+        counts.unknown[text] = counts.unknown.get(text, 0) + 1
         return
-    counts.lines[kind] += 1
+    counts.lines[kind] = counts.lines.get(kind, 0) + 1
     if kind == "updated":
         counts.moved += _number(_MOVED, text)
         counts.kernels += _number(_COMMANDS, text)

@@ -32,6 +32,7 @@ __all__ = ["Config", "Result", "main", "run", "table"]
 
 DESCRIPTION = "Measure on this machine's accelerator all that jaxpp claims of accelerators."
 PLANNED = tuple(MODELS)
+_CASES = tuple(f"{name}/{case}" for name, part in PARTS.items() for case in part.cases if len(part.cases) > 1)
 _LEAST = 15.0  # seconds that must be left for a case to begin
 _CORES = 3  # cores for each process, where several run side by side
 
@@ -41,7 +42,7 @@ class Config:
     """What is measured, and for how long.
 
     Attributes:
-        parts: names; all unless given. The environment is always measured.
+        parts: names, or a name with one of its cases, such as ``speed/mlp``; all unless given. The environment is always measured.
         small: small models; None asks the environment, and takes small ones on a CPU.
         minutes: for everything; None is 30, or 40 for small models, which two cores may take that long to compile; 60 for plans.
         out: folder for the table, the JSON and the traces; a temporary one unless given.
@@ -59,7 +60,7 @@ class Config:
     models: tuple[str, ...] = PLANNED
 
     def __post_init__(self):
-        check_names("parts", self.parts, PARTS, none=False)
+        check_names("parts", self.parts, (*PARTS, *_CASES), none=False)
         check_names("models", self.models, PLANNED, none=False)
         check_numbers(self)
         if self.plan and self.parts != tuple(PARTS):
@@ -140,9 +141,12 @@ class _Run:
         return rows
 
     def _variables(self, name: str) -> dict[str, str]:
-        """Compiled programs are kept for the next process, except where their memory counts: they may not tell their own then."""
+        """Compiled programs are kept for the next process, except where their memory counts: they may not tell their own then.
+
+        There only the kernels that XLA chose by trying are kept, as trying takes memory and most of the time.
+        """
         if name == "memory":
-            return {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+            return {"JAX_COMPILATION_CACHE_DIR": str(self.work / "tried"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
         if name == "plan":
             return {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_PLATFORMS": "cpu"}
         return {"JAX_COMPILATION_CACHE_DIR": str(self.work / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
@@ -193,8 +197,9 @@ def run(config: Config) -> Result:
         if config.plan:
             running.measure("plan", [case_of(model, config.devices, name) for model in config.models for name in config.plan])
         for name, cases in TURNS if not config.plan else ():
-            if name == "environment" or name in config.parts:
-                running.measure(name, cases)
+            asked = [case for case in cases if {name, f"{name}/{case}"} & {*config.parts, "environment"}]
+            if asked:
+                running.measure(name, asked)
             running.settle()
         running.whole = True
         running.write()
@@ -246,7 +251,11 @@ def read(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line; argparse reads it, since tyro is seldom installed beside a GPU's JAX."""
     parser = argparse.ArgumentParser(prog="python -m experiments.gpu", description=DESCRIPTION)
     parser.add_argument(
-        "--parts", nargs="+", default=list(PARTS), metavar="PART", help=f"some of {', '.join(PARTS)}; all by default"
+        "--parts",
+        nargs="+",
+        default=list(PARTS),
+        metavar="PART",
+        help=f"some of {', '.join(PARTS)}, or a case, such as speed/mlp; all by default",
     )
     parser.add_argument("--out", type=Path, help="folder for table.md, results.json and the traces; a temporary one by default")
     parser.add_argument("--small", action="store_true", default=None, help="small models, as by default on a CPU")
@@ -277,7 +286,8 @@ def main() -> None:
         perform(part, case, given.out, given.results, small=bool(given.small), seconds=given.seconds)
         return
     parts, plan, models = (
-        tuple(name for each in names for name in each.split(",") if name) for names in (given.parts, given.plan, given.models)
+        tuple(name for each in names for name in re.split(",(?! )", each) if name)
+        for names in (given.parts, given.plan, given.models)
     )
     try:
         found = run(Config(parts, given.small, given.minutes, given.out, plan, given.devices, models))

@@ -34,13 +34,11 @@ class Ready(NamedTuple):
     key: Any
     models: Models
 
-    def pipe(
-        self, schedule: str, remat: Any = "least", devices: Sequence[Device] | None = None, threads: str = "auto"
-    ) -> jaxpp.Pipeline:
-        """A pipeline of the model; its stages share the devices there are, a single one if need be."""
+    def pipe(self, schedule: str, remat: Any = "least", devices: Sequence[Device] | None = None, **options: Any) -> jaxpp.Pipeline:
+        """A pipeline of the model, with further options of it; its stages share the devices there are, a single one if need be."""
         count = self.models.microbatches
         made = make(schedule, num_ranks=self.models.stages // SCHEDULES[schedule].stages_per_rank, num_microbatches=count)
-        more: dict[str, Any] = {"num_stages": self.models.stages, "num_microbatches": count, "threads": threads}
+        more: dict[str, Any] = {"num_stages": self.models.stages, "num_microbatches": count, **options}
         return jaxpp.Pipeline(self.problem.loss_fn, OPTIMIZER, schedule=made, remat=remat, devices=devices, **more)
 
     def init(self, pipe: jaxpp.Pipeline) -> jaxpp.State:

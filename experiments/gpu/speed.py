@@ -22,8 +22,10 @@ from jaxpp.stages.cost import count_flops
 __all__ = ["rows"]
 
 SCHEDULES = ("1f1b", "zb-h1")
+APART = ("1f1b, fuse=False", "gpipe, fuse=False")
+"""Two orders of the same programs: what they differ by, orders cost."""
 PLAIN = ("scan", "whole batch", "unrolled")
-TURNS = (("1f1b", "scan", "whole batch"), ("zb-h1", "unrolled"))
+TURNS = (("1f1b", "scan", "whole batch"), ("zb-h1", "unrolled"), APART)
 """Steps that are made and timed together; what matters least comes last, where there may be no time left for it."""
 AIMS = {("gpt", "1f1b"): "at most 1.03"}
 _SHARE = 0.5  # of the job's time that may be gone before the unrolled loop is not tried
@@ -33,6 +35,7 @@ def rows(job: Job) -> Iterator[Row]:
     """The ratios of a model; the case is the model."""
     began, it = time.perf_counter(), ready(job.case, job.sizes.models, "bfloat16")
     pipes = {name: it.pipe(name) for name in SCHEDULES}
+    pipes |= {name: it.pipe(name.partition(",")[0], fuse=False) for name in APART}
     makers, best, runners, made = _makers(it, pipes), "", dict[str, Runner](), dict[str, float]()
     for names in TURNS:
         for name in names:
@@ -75,7 +78,7 @@ def _makers(it: Ready, pipes: Mapping[str, jaxpp.Pipeline]) -> Mapping[str, Call
         params = jax.jit(it.problem.init)(it.key)
         return Runner(lambda state: step(state, it.batch, it.key), (params, jax.jit(OPTIMIZER.init)(params)))
 
-    return {name: lambda name=name: pipelined(name) for name in SCHEDULES} | {name: lambda name=name: plain(name) for name in PLAIN}
+    return {name: lambda name=name: pipelined(name) for name in pipes} | {name: lambda name=name: plain(name) for name in PLAIN}
 
 
 def _too_long(job: Job, it: Ready, runners: Mapping[str, Runner], gone: float) -> str:
@@ -93,7 +96,7 @@ def _report(job: Job, it: Ready, times: Mapping[str, list[float]], best: str) ->
     if best not in medians:
         return
     work, (examples, unit) = _flops(it), count_of(job.case, it.batch)
-    for name in (name for name in SCHEDULES if name in medians):
+    for name in (name for name in (*SCHEDULES, *APART) if name in medians):
         low, ratio, high = spread([a / b for a, b in zip(times[name], times[best], strict=False)])
         rate = examples / medians[name]
         note = f"{low:.3f} to {high:.3f}; {1e3 * medians[name]:.2f} ms; {rate:,.0f} {unit}/s; "

@@ -60,7 +60,8 @@ loop's share included. Measured on CPU devices with JAX 0.10.2, where nothing wa
 
 _DRIVEN, _LAUNCH = 25e-6, 8.5e-6
 """Seconds of the host where a driver launches the kernels of a program: for a call, and for each kernel. Measured on an H200 in a
-virtual machine, with JAX 0.11.2 and CUDA 13 (experiments/gpu). Other hosts may be quicker, so the bound does not count them."""
+virtual machine, with JAX 0.11.2 and CUDA 13 (experiments/gpu); a kernel took 11.1 and 13.2 in two others. Other hosts may be
+quicker, so the bound does not count them."""
 
 _UPDATING = 2
 """Kernels of an update for each of its parameters. Set by the predictions of three compiled layouts of a GPT with Adam, where the
