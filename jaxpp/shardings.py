@@ -30,10 +30,12 @@ from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.estimate import Rates, seconds_of
 from jaxpp.stages.interpreter import Interpreter
 from jaxpp.stages.jaxpr import (
+    ALONG,
     CALLS,
     CHECKPOINTS,
     CUSTOM_RULES,
     ELEMENTWISE,
+    REDUCTIONS,
     Atom,
     Scan,
     attention_sizes,
@@ -50,19 +52,10 @@ __all__ = ["propose_shardings"]
 
 _EXCHANGE = 1e3  # FLOPs for which there is time while a byte goes to another device: of an A100, in bfloat16 and by NVLink
 _Axes = tuple[int, ...]  # the number of each axis of a value, among those of ``_Features``
-_SAME = ELEMENTWISE | frozenset(
-    "sharding_constraint reshard optimization_barrier erf_inv erfc log2 sinh cosh tan asin acos atan atan2 asinh acosh atanh "
-    "lgamma digamma shift_left shift_right_logical shift_right_arithmetic bitcast_convert_type population_count clz real imag "
-    "complex conj".split()
-)
-_REDUCES = "reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod argmax argmin".split()
+_SAME = ELEMENTWISE | frozenset("sharding_constraint reshard optimization_barrier bitcast_convert_type real imag conj".split())
 _NEW = frozenset(
     "iota random_bits random_seed random_split random_wrap random_unwrap random_fold_in random_clone rng_bit_generator".split()
 )  # what they make has axes of its own, of which each device can make its part
-_ALONG = {
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split"), "axis"),
-    **dict.fromkeys(("sort", "concatenate"), "dimension"),
-}
 
 
 class _Product(NamedTuple):
@@ -215,7 +208,7 @@ class _Follower(Interpreter[_Axes]):
 
     def _but_along(self, eqn: JaxprEqn, values: list[_Axes], outs: list[_Axes]) -> None:
         """What works along one axis (a sort, a cumulative sum, parts put end to end), and leaves the others."""
-        along = eqn.params[_ALONG[kind_of(eqn)]]
+        along = eqn.params[ALONG[kind_of(eqn)]]
         shapes = [*values, *outs]
         along = len(outs[0]) - 1 if along < 0 else along
         self._along(eqn, [axes for axes in shapes if len(axes) == len(outs[0])], set(range(len(outs[0]))) - {along})
@@ -297,10 +290,10 @@ class _Follower(Interpreter[_Axes]):
 _Form = Callable[[_Follower, JaxprEqn, list[_Axes], list[_Axes]], None]
 _FORMS: dict[str, _Form] = {
     **dict.fromkeys(("slice", "dynamic_slice", "dynamic_update_slice", "pad"), _Follower._where_equal),
-    **dict.fromkeys(_ALONG, _Follower._but_along),
+    **dict.fromkeys(ALONG, _Follower._but_along),
     "squeeze": _Follower._squeeze,
     **dict.fromkeys(("reshape", "expand_dims"), _Follower._reshape),
-    **dict.fromkeys(_REDUCES, _Follower._reduce),
+    **dict.fromkeys(REDUCTIONS, _Follower._reduce),
     "transpose": _Follower._transpose,
     "broadcast_in_dim": _Follower._broadcast,
     "dot_general": _Follower._dot,

@@ -18,7 +18,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.interpreter import Interpreter, until_settled
 from jaxpp.stages.jaxpr import (
+    ALONG,
     ELEMENTWISE,
+    MATRIX,
+    REDUCTIONS,
     Atom,
     Cond,
     Scan,
@@ -260,15 +263,6 @@ _JOINS: dict[str, Callable[[Array, Array], Array]] = {
     "reduce_and": jax.lax.bitwise_and,
     "reduce_or": jax.lax.bitwise_or,
 }
-_BY_AXIS = {
-    "cumsum": "axis",
-    "cumprod": "axis",
-    "cummax": "axis",
-    "cummin": "axis",
-    "sort": "dimension",
-    "concatenate": "dimension",
-}
-_MATRIX = frozenset("cholesky eigh householder_product lu qr svd triangular_solve".split())  # of the last two axes
 
 
 def _way(eqn: JaxprEqn, divided: _Alongs) -> _Way:
@@ -277,8 +271,8 @@ def _way(eqn: JaxprEqn, divided: _Alongs) -> _Way:
         return _RULES[kind](eqn, divided)
     by_row = (
         kind in ELEMENTWISE
-        or (kind in _BY_AXIS and eqn.params[_BY_AXIS[kind]] != along.axis)
-        or (kind in _MATRIX and all(along.axis < len(aval_of(atom).shape) - 2 for atom in eqn.invars))
+        or (kind in ALONG and eqn.params[ALONG[kind]] != along.axis)
+        or (kind in MATRIX and all(along.axis < len(aval_of(atom).shape) - 2 for atom in eqn.invars))
         or (kind == "rev" and along.axis not in eqn.params["dimensions"])
         or (kind == "pad" and eqn.params["padding_config"][along.axis] == (0, 0, 0))
     )
@@ -355,13 +349,6 @@ def _dot_general(eqn: JaxprEqn, divided: _Alongs) -> _Way:
     return _Way(reads, [along.on(len(batched[0]) + side * len(free[0]) + free[side].index(along.axis))])
 
 
-def _split(eqn: JaxprEqn, divided: _Alongs) -> _Way:
-    along = next(filter(None, divided))
-    if eqn.params["axis"] == along.axis:
-        raise _MixedError("split")
-    return _Way([along], [along] * len(eqn.outvars))
-
-
 def _scan(loop: Scan, divided: _Alongs) -> _Way:
     """A loop, on parts of what is carried and of what its iterations read and make, but not over the rows."""
     fixed, carry, rows = loop.split(divided)
@@ -416,7 +403,6 @@ _RULES: dict[str, Callable[[JaxprEqn, _Alongs], _Way]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "reshape": _reshape,
     "slice": _slice,
-    "split": _split,
     "dot_general": _dot_general,
-    **dict.fromkeys([*_JOINS, "argmax", "argmin"], _reduce),
+    **dict.fromkeys(REDUCTIONS, _reduce),
 }

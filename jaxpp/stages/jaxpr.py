@@ -47,10 +47,20 @@ FREE = LAYOUT | frozenset(
     "bitcast_convert_type".split()
 )  # Kinds that compute nothing: they move, lay out or convert
 ELEMENTWISE = frozenset(
-    "abs add add_any and cbrt ceil clamp convert_element_type copy cos div eq erf exp exp2 expm1 floor ge gt integer_pow "
-    "is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision rem round rsqrt select_n sign sin "
-    "sqrt square stop_gradient sub tanh xor".split()
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex convert_element_type copy cos cosh "
+    "digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p log2 logistic lt max min "
+    "mul ne neg nextafter not or population_count pow reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
 )  # Kinds that compute each element of the result from the elements at its own place alone
+REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod reduce_xor argmax argmin".split())
+ALONG = {
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split"), "axis"),
+    **dict.fromkeys(("sort", "concatenate"), "dimension"),
+}  # Kinds that work along one axis and leave the others as they are, with the name of the parameter that says along which
+MATRIX = frozenset(
+    "cholesky triangular_solve lu qr eigh eig svd schur householder_product lu_pivots_to_permutation tridiagonal_solve "
+    "tridiagonal hessenberg cholesky_update geqrf ormqr symmetric_product".split()
+)  # Kinds that do something with matrices, which lie along the last two axes
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 _COMPARISONS = frozenset({"max", "min", "clamp", "lt", "le", "gt", "ge", "reduce_window_max", "reduce_window_min"})
 _ON_HOST = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print", "buffer_callback"})

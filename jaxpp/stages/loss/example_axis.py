@@ -26,9 +26,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jaxpp.stages.graph import Graph, ancestors
 from jaxpp.stages.interpreter import Body, Function, Interpreter
 from jaxpp.stages.jaxpr import (
+    ALONG,
     CALLS,
     CHECKPOINTS,
     CUSTOM_RULES,
+    ELEMENTWISE,
+    MATRIX,
+    REDUCTIONS,
     Atom,
     Cond,
     Inner,
@@ -118,31 +122,21 @@ _PASSES = frozenset(
     "copy stop_gradient convert_element_type squeeze expand_dims transpose reshape broadcast_in_dim broadcast_to".split()
 )
 _ADDS = frozenset("add sub add_any".split())
-_COMPARES = frozenset("eq ne lt le gt ge".split())
-_ELEMENTWISE = _COMPARES | frozenset(
-    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz complex "
-    "cos cosh digamma eq_to erf erf_inv erfc exp exp2 expm1 floor from_edtype igamma igamma_grad_a igammac integer_pow "
-    "is_finite le_to lgamma log log1p log2 logistic lt_to max min mulhi nextafter not or polygamma population_count pow "
-    "random_clone random_fold_in random_unwrap random_wrap regularized_incomplete_beta rem round rsqrt shift_left "
-    "shift_right_arithmetic shift_right_logical sign one_minus_square sin sinh sqrt square tan tanh to_edtype xor zeta".split()
-)
+_OF_EACH = ELEMENTWISE | frozenset(
+    "bessel_i0e bessel_i1e bitcast_convert_type eq_to from_edtype igamma igamma_grad_a igammac le_to lt_to mulhi one_minus_square "
+    "polygamma random_clone random_fold_in random_unwrap random_wrap regularized_incomplete_beta to_edtype zeta".split()
+)  # what is computed of an example is of this example; some of these kinds have rules of their own
 _RANDOM = frozenset(
     "random_bits random_seed random_split threefry2x32 threefry4x32 philox2x32 philox4x32 random_gamma rng_bit_generator "
     "rng_uniform iota_2x32_shape".split()
 )
 _UNIFORM = frozenset({"broadcast_in_dim", "broadcast_to", "empty", "empty2", "iota", "rng_uniform"})  # alike along what is new
-_ALONG = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis", "sort": "dimension"}
-_REDUCES = frozenset("reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod reduce_xor argmax argmin".split())
 _LARGEST = {
     "reduce_max": Relation.LARGEST,
     "reduce_or": Relation.LARGEST,
     "reduce_min": Relation.SMALLEST,
     "reduce_and": Relation.SMALLEST,
 }
-_MATRIX = frozenset(
-    "cholesky triangular_solve lu qr eigh eig svd schur householder_product lu_pivots_to_permutation tridiagonal_solve "
-    "tridiagonal hessenberg cholesky_update geqrf ormqr symmetric_product".split()
-)
 _WINDOWS = frozenset(
     "reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add select_and_gather_add".split()
 )
@@ -746,8 +740,8 @@ class _Follower(Interpreter[Value]):
             axes = set(_param(eqn, "dimensions"))
         elif kind == "fft":
             axes = set(range(rank - len(_param(eqn, "fft_lengths")), rank))
-        elif kind in _ALONG:
-            axes = {_param(eqn, _ALONG[kind])}
+        elif kind in ALONG:
+            axes = {_param(eqn, ALONG[kind])}
         else:
             axes = {params.get("axis", params.get("reduction_dimension", rank - 1)) % rank}
         along = any(axes.intersection(operand.axes) for operand in at.operands)
@@ -1074,12 +1068,12 @@ class _Follower(Interpreter[Value]):
 _Rule = Callable[[_Follower, _Equation], Value | list[Value]]
 _APPLIED: _Rule = lambda self, at: self._applied(at.kind, at.values)  # noqa: E731
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _APPLIED),
+    **dict.fromkeys(_OF_EACH, _APPLIED),
     **dict.fromkeys(("stack", "tile"), lambda self, at: self._joined(at.values, sums=False)),
     **dict.fromkeys(_WINDOWS, _Follower._window),
-    **dict.fromkeys(_MATRIX, _Follower._matrix),
-    **dict.fromkeys((*_ALONG, "top_k", "approx_top_k", "rev", "fft", "argsort"), _Follower._along),
-    **dict.fromkeys(_REDUCES, _Follower._reduced),
+    **dict.fromkeys(MATRIX, _Follower._matrix),
+    **dict.fromkeys((*ALONG, "top_k", "approx_top_k", "rev", "fft", "argsort"), _Follower._along),
+    **dict.fromkeys(REDUCTIONS, _Follower._reduced),
     **dict.fromkeys(_LINEAR | _PASSES, _Follower._passed),
     **dict.fromkeys(_ADDS, lambda self, at: self._joined(at.values, sums=True)),
     **dict.fromkeys(("mul", "div"), _Follower._product),
