@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer
 
 from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors.checks import is_real
 from jaxpp.errors.tracebacks import entry
 from jaxpp.stages.cuts.head import ROWS, SCOPE
 from jaxpp.stages.jaxpr import describe
@@ -205,8 +206,8 @@ def _check_options(num_slices: int | None, label_smoothing: float, z_loss: float
     """Refuse options outside what they may be, all of them at once."""
     given = {"num_slices": num_slices, "label_smoothing": label_smoothing, "z_loss": z_loss, "ignore_index": ignore_index}
     positive = num_slices is None or (_is_whole(num_slices) and num_slices >= 1)
-    part = _is_real(label_smoothing) and 0 <= label_smoothing < 1
-    factor = _is_real(z_loss) and 0 <= z_loss < math.inf
+    part = is_real(label_smoothing) and 0 <= label_smoothing < 1
+    factor = is_real(z_loss) and 0 <= z_loss < math.inf
     label = ignore_index is None or _is_whole(ignore_index)
     fixes = {
         "num_slices": "" if positive else "pass num_slices=8 or another whole number of at least 1, or leave it out",
@@ -222,7 +223,3 @@ def _check_options(num_slices: int | None, label_smoothing: float, z_loss: float
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_))
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_))

@@ -2,10 +2,9 @@
 
 import inspect
 import math
-import numbers
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,7 +17,7 @@ from jax.sharding import Mesh
 from jaxpp.engine.init_arguments import check_order, refuse_containers, with_inputs
 from jaxpp.engine.tracing import check_key
 from jaxpp.errors import ArgumentError, JaxppError, shown
-from jaxpp.errors.checks import check_devices, check_optimizer, refuse_tracers
+from jaxpp.errors.checks import check_devices, check_optimizer, is_real, listed, refuse_tracers
 from jaxpp.errors.keywords import unknown_keywords
 from jaxpp.errors.tracebacks import entries, entry
 from jaxpp.observe.memory.forecast import check_room, parse_bytes, reported_room
@@ -306,7 +305,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     room = _room_of(devices, mesh, replicas, axis_map(options.get("axes"), mesh))
     limits = _limits_of(hbm, seconds, num_measured)
     counts = counts_of("jaxpp.tune", "num_microbatches", num_microbatches) if num_microbatches is not None else ()
-    shared = _listed(options.get("broadcast", ()))
+    shared = listed(options.get("broadcast", ()))
     examples = [check_batch(batch, min(counts, default=1), count * room.replicas, shared) * count for count in replicas]
     splits = [(count, several) for several in replicas for count in _ranks_of(num_ranks, room.ranks, several)]
     space = Space(
@@ -317,7 +316,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         stages_per_rank=counts_of("jaxpp.tune", "stages_per_rank", stages_per_rank),
         num_microbatches=counts,
         remat=("least",) if remat is None else _remat_of(remat),
-        balance=("flops",) if balance is None else _listed(balance),
+        balance=("flops",) if balance is None else listed(balance),
         own_cuts=balance is None,
         in_order=bool(options.get("has_state")),
     )
@@ -418,13 +417,9 @@ def _check_params(num_bytes: int, hbm: int | None, num_devices: int) -> None:
         raise ArgumentError(f"jaxpp.tune(..., hbm={room!r})", "the devices together have room for the parameters", got, fix)
 
 
-def _listed(value: Tree) -> tuple[Tree, ...]:
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-
-
 def _several(where: str, name: str, value: object, good: Callable[[Tree], object], rule: str, fix: str) -> tuple[Tree, ...]:
     """One value or several, at least one, all of them good; each once."""
-    values = _listed(value)
+    values = listed(value)
     if not values or not all(map(good, values)):
         raise ArgumentError(f"{where}(..., {name}=...)", rule, shown(value), fix)
     return tuple(dict.fromkeys(values))
@@ -462,8 +457,7 @@ def _remat_of(value: object) -> tuple[str, ...]:
 
 def _limits_of(hbm: float | str | None, seconds: float | None, num_measured: int) -> Limits:
     room = None if hbm is None else parse_bytes(hbm)
-    real = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
-    if seconds is not None and not (real and 0 < float(seconds) < math.inf):
+    if seconds is not None and not (is_real(seconds) and 0 < float(seconds) < math.inf):
         rule, fix = "the budget is a number of seconds above 0, or None", "pass seconds=60, or leave it out to measure all"
         raise ArgumentError("jaxpp.tune(..., seconds=...)", rule, shown(seconds), fix)
     if not is_count(num_measured):

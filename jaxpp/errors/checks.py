@@ -1,6 +1,8 @@
 """The arguments that stand for themselves (functions, names, devices), checked as the user wrote them."""
 
+import numbers
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +12,16 @@ from jax.sharding import Mesh
 from jaxpp.errors import ArgumentError, BatchError, shown
 from jaxpp.errors.tracebacks import current_trace
 from jaxpp.types import Device, Tree
+
+
+def listed(given: object) -> tuple[Any, ...]:
+    """The items of a list or of another iterable; a string, or what is no iterable, is one item."""
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+
+
+def is_real(value: object) -> bool:
+    """Whether a value is a real number, NumPy's included; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_flags(where: str, **flags: object) -> None:

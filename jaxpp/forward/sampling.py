@@ -7,7 +7,6 @@ side by side, in which order, or on how many devices.
 """
 
 import inspect
-import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
 from jaxpp.errors import ArgumentError, OutputError, shown
+from jaxpp.errors.checks import is_real
 from jaxpp.errors.tracebacks import entries
 from jaxpp.forward.functions import Wrapped
 from jaxpp.schedule.validate import is_count
@@ -115,13 +115,13 @@ class Sampling:
             wrong.append(f"never={shown(self.never)} is no list of token numbers")
         else:
             object.__setattr__(self, "never", tuple(map(int, never)))  # so that equal rules have equal hashes
-        if not (_is_real(self.repetition_penalty) and _LEAST <= self.repetition_penalty <= _MOST):
+        if not (is_real(self.repetition_penalty) and _LEAST <= self.repetition_penalty <= _MOST):
             wrong.append(f"repetition_penalty={shown(self.repetition_penalty)} is no finite number above 0")
-        if not (_is_real(self.temperature) and 0 <= self.temperature <= _MOST):
+        if not (is_real(self.temperature) and 0 <= self.temperature <= _MOST):
             wrong.append(f"temperature={shown(self.temperature)} is no finite number of at least 0")
         if self.top_k is not None and not is_count(self.top_k, least=1):
             wrong.append(f"top_k={shown(self.top_k)} is no whole number of at least 1")
-        if self.top_p is not None and not (_is_real(self.top_p) and 0 < self.top_p <= 1):
+        if self.top_p is not None and not (is_real(self.top_p) and 0 < self.top_p <= 1):
             wrong.append(f"top_p={shown(self.top_p)} is no number above 0 and up to 1")
         if wrong:
             rule = "tokens are drawn at a temperature, among the top_k most likely, or among those that have the probability top_p"
@@ -184,10 +184,6 @@ class Sampling:
         return jnp.where(jnp.zeros(size, bool).at[tokens].set(keep), logits, -jnp.inf)
 
 
-def _is_real(value: object) -> bool:
-    return isinstance(value, (numbers.Real, np.floating)) and not isinstance(value, bool)
-
-
 def _wide(logits: Float[Array, " vocab"]) -> Float[Array, " vocab"]:
     logits = jnp.asarray(logits)
     if logits.ndim != 1:
@@ -215,7 +211,7 @@ def sampler_of(sample: SampleRule) -> Sampler:
     fix = "pass for example sample=jaxpp.Sampling(temperature=0.8, top_k=50)"
     if sample is Sampling:
         fix = "call it: sample=jaxpp.Sampling()"
-    elif _is_real(sample):
+    elif is_real(sample):
         fix = f"pass sample=jaxpp.Sampling(temperature={shown(sample)})"
     raise ArgumentError("sample", rule, shown(sample), fix)
 

@@ -9,7 +9,6 @@ in proportion to the microbatch and the stage. Only changes that nearly fit, whe
 import contextlib
 import dataclasses
 import math
-import numbers
 import os
 import re
 from collections import Counter
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.outcome import Purpose
 from jaxpp.errors import ArgumentError, JaxppError
+from jaxpp.errors.checks import is_real
 from jaxpp.lowering.builder import Name
 from jaxpp.observe.bound import StepBound, bound_of
 from jaxpp.observe.evaluate import CandidateSearch, step_seconds
@@ -604,7 +604,7 @@ def parse_bytes(size: float | str) -> int:
         >>> parse_bytes("1.5 KiB"), parse_bytes("80GB"), parse_bytes(4096)
         (1536, 80000000000, 4096)
     """
-    text = format(size, "f") if isinstance(size, numbers.Real) and not isinstance(size, bool) else str(size)
+    text = format(size, "f") if is_real(size) else str(size)
     found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([kmgt]?)(i?)b)?\s*", text, re.IGNORECASE)
     base = 1024 if found and found[3] else 1000
     room = int(float(found[1]) * base ** " kmgt".index((found[2] or " ").lower())) if found else 0
