@@ -108,14 +108,7 @@ def seconds_of(eqns: Sequence[JaxprEqn], results: Collection[Atom], rates: Rates
     What several fused equations read counts at the first of them, what they write at the equation that makes it. A loop takes as
     long as all its iterations, a branch as the longest of them; a ``while`` loop counts as one iteration.
     """
-    source: dict[Var, Var] = {}  # what a value is another view of
-    for eqn in eqns:
-        for var in variables(eqn.invars) if _is_view(eqn) else ():
-            source.update((out, source.get(var, var)) for out in eqn.outvars)
-
-    def seen(atoms: Iterable[Atom]) -> list[Var]:
-        return list(dict.fromkeys(source.get(var, var) for var in variables(atoms)))
-
+    seen = _seen_through(eqns)
     written = set(seen(results)).union(*(seen(eqn.invars) for eqn in eqns if not _fuses(eqn)))
     fused = {var for eqn in eqns if _fuses(eqn) for var in eqn.outvars} - written
     read = set[Var]()
@@ -151,6 +144,15 @@ def _multiplies(eqn: JaxprEqn) -> bool:
 def _is_view(eqn: JaxprEqn) -> bool:
     """Whether an equation gives what is there another shape, or names it."""
     return kind_of(eqn) in _VIEWS
+
+
+def _seen_through(eqns: Iterable[JaxprEqn]) -> Callable[[Iterable[Atom]], list[Var]]:
+    """Which values some atoms are, those taken for another view of one being that one."""
+    source: dict[Var, Var] = {}
+    for eqn in filter(_is_view, eqns):
+        for var in variables(eqn.invars):
+            source.update((out, source.get(var, var)) for out in eqn.outvars)
+    return lambda atoms: list(dict.fromkeys(source.get(var, var) for var in variables(atoms)))
 
 
 def _moving(eqn: JaxprEqn, rates: Rates) -> float:
@@ -213,14 +215,7 @@ def temporary_bytes(eqns: Sequence[JaxprEqn], results: Sequence[Atom]) -> int:
     multiply matrices in their update, need more (docs/guide/plan.md says how far peaks were off).
     """
     eqns = [eqns[i] for i in needed_of(eqns, results, lambda _: False)]
-    source: dict[Var, Var] = {}  # what a value is another view of
-    for eqn in filter(_is_view, eqns):
-        for var in variables(eqn.invars):
-            source.update((out, source.get(var, var)) for out in eqn.outvars)
-
-    def seen(atoms: Iterable[Atom]) -> list[Var]:
-        return list(dict.fromkeys(source.get(var, var) for var in variables(atoms)))
-
+    seen = _seen_through(eqns)
     kept = set(seen(results))
     working = [eqn for eqn in eqns if not _is_view(eqn)]
     homes = _made_in_place(working, kept, seen)
