@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
 from jaxpp.errors import ArgumentError, ScheduleError, shown
-from jaxpp.errors.checks import check_flags, check_function, listed
+from jaxpp.errors.checks import as_tuple, check_flags, check_function
 from jaxpp.errors.keywords import spelt
 from jaxpp.lowering.passes.visits import WAITING
 from jaxpp.optim.loss_scale import Scaling, check_loss_scale
@@ -489,7 +489,7 @@ SHARDS = ("optimizer", "gradients", "parameters")  # what replicas can divide be
 
 
 def _shard_of(shard: object, *, is_loss: bool) -> frozenset[str]:
-    able, asked = SHARDS if is_loss else SHARDS[-1:], () if shard is None else listed(shard)
+    able, asked = SHARDS if is_loss else SHARDS[-1:], () if shard is None else as_tuple(shard)
     if wrong := [shown(what) for what in asked if what not in able]:
         rule = f"replicas of a stage can divide between them {', '.join(map(repr, able))}"
         fix = f"pass shard={able[0]!r}, for example, or leave it out"
@@ -502,7 +502,7 @@ def _shard_of(shard: object, *, is_loss: bool) -> frozenset[str]:
 def _cuts_of(cuts: object, num_stages: int) -> tuple[str, ...] | None:
     if cuts is None:
         return None
-    names = listed(cuts)
+    names = as_tuple(cuts)
     if wrong := [shown(name) for name in names if not isinstance(name, str)]:
         rule = "a cut is the name of a module or parameter at which a stage begins"
         raise ArgumentError("cuts", rule, wrong, 'pass a list of names, such as cuts=["h_2", "h_4"]')
@@ -565,7 +565,7 @@ def _check_order(schedule: Schedule) -> None:
 
 def _paths_of(name: str, given: object, what: str, fix: str, *, least: int = 0) -> tuple[str, ...]:
     """Paths, or patterns of paths, at least so many."""
-    names = listed(given)
+    names = as_tuple(given)
     if len(names) < least or not all(isinstance(each, str) for each in names):
         raise ArgumentError(name, f"{what} are named by their paths, or patterns of paths", repr(given), f"pass for example {fix}")
     return tuple(map(str, names))

@@ -24,7 +24,7 @@ from jaxpp.engine.init_arguments import check_order, refuse_containers, with_inp
 from jaxpp.engine.sharding_rules import specs_of
 from jaxpp.engine.tracing import check_key
 from jaxpp.errors import ArgumentError, JaxppError, shown
-from jaxpp.errors.checks import check_optimizer, is_real, listed, refuse_tracers
+from jaxpp.errors.checks import as_tuple, check_optimizer, is_real, refuse_tracers
 from jaxpp.errors.tracebacks import entries, entry
 from jaxpp.observe.bound import StepBound
 from jaxpp.observe.evaluate import Parts, parts
@@ -460,7 +460,7 @@ def _checked(
     return _Planner(
         (loss_fn, optimizer, init_or_params, batch, key),
         dict(options),
-        check_batch(batch, 1, shared=listed(options.get("broadcast", ()))),
+        check_batch(batch, 1, shared=as_tuple(options.get("broadcast", ()))),
         None if hbm is None else parse_bytes(hbm),
         () if schedules is None else schedules_of("jaxpp.plan", schedules),
         () if num_microbatches is None else counts_of("jaxpp.plan", "num_microbatches", num_microbatches),
@@ -684,7 +684,7 @@ def _meshes(count: int, widths: Iterable[int]) -> Iterator[tuple[int, int, int]]
 
 def _kinds(gpus: object, counts: Sequence[int], price: Mapping[str, float]) -> Iterator[tuple[GPU, int, float | None]]:
     """The kinds of GPUs with each of their counts, and the price of an hour, which may be told by any name of the kind."""
-    given = [_kind(each) for each in listed(gpus)]
+    given = [_kind(each) for each in as_tuple(gpus)]
     if not given:
         raise ArgumentError("jaxpp.plan(..., gpus=...)", "there is at least one kind of GPU", shown(gpus), 'pass gpus="h100"')
     names, prices = {gpu.name for gpu, _ in given}, dict[str, float]()

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxpp.engine.init_arguments import check_order, refuse_containers, with_inputs
 from jaxpp.engine.tracing import check_key
 from jaxpp.errors import ArgumentError, JaxppError, shown
-from jaxpp.errors.checks import check_devices, check_optimizer, is_real, listed, refuse_tracers
+from jaxpp.errors.checks import as_tuple, check_devices, check_optimizer, is_real, refuse_tracers
 from jaxpp.errors.keywords import unknown_keywords
 from jaxpp.errors.tracebacks import entries, entry
 from jaxpp.observe.memory.forecast import check_room, parse_bytes, reported_room
@@ -305,7 +305,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     room = _room_of(devices, mesh, replicas, axis_map(options.get("axes"), mesh))
     limits = _limits_of(hbm, seconds, num_measured)
     counts = counts_of("jaxpp.tune", "num_microbatches", num_microbatches) if num_microbatches is not None else ()
-    shared = listed(options.get("broadcast", ()))
+    shared = as_tuple(options.get("broadcast", ()))
     examples = [check_batch(batch, min(counts, default=1), count * room.replicas, shared) * count for count in replicas]
     splits = [(count, several) for several in replicas for count in _ranks_of(num_ranks, room.ranks, several)]
     space = Space(
@@ -316,7 +316,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         stages_per_rank=counts_of("jaxpp.tune", "stages_per_rank", stages_per_rank),
         num_microbatches=counts,
         remat=("least",) if remat is None else _remat_of(remat),
-        balance=("flops",) if balance is None else listed(balance),
+        balance=("flops",) if balance is None else as_tuple(balance),
         own_cuts=balance is None,
         in_order=bool(options.get("has_state")),
     )
@@ -419,7 +419,7 @@ def _check_params(num_bytes: int, hbm: int | None, num_devices: int) -> None:
 
 def _several(where: str, name: str, value: object, good: Callable[[Tree], object], rule: str, fix: str) -> tuple[Tree, ...]:
     """One value or several, at least one, all of them good; each once."""
-    values = listed(value)
+    values = as_tuple(value)
     if not values or not all(map(good, values)):
         raise ArgumentError(f"{where}(..., {name}=...)", rule, shown(value), fix)
     return tuple(dict.fromkeys(values))

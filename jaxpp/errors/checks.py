@@ -14,7 +14,7 @@ from jaxpp.errors.tracebacks import current_trace
 from jaxpp.types import Device, Tree
 
 
-def listed(given: object) -> tuple[Any, ...]:
+def as_tuple(given: object) -> tuple[Any, ...]:
     """The items of a list or of another iterable; a string, or what is no iterable, is one item."""
     return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
