@@ -2,7 +2,6 @@
 
 import numbers
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +13,7 @@ from jaxpp.errors.tracebacks import current_trace
 from jaxpp.types import Device, Tree
 
 
-def as_tuple(given: object) -> tuple[Any, ...]:
+def as_tuple(given: object) -> tuple[Tree, ...]:
     """The items of a list or of another iterable; a string, or what is no iterable, is one item."""
     return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
@@ -131,9 +130,9 @@ def refuse_tracers(where: str, *trees: Tree) -> None:
             fix = "pass one batch at a time, for batch in batches: state, metrics = pipe.step(state, batch); next(batches) to init"
             raise BatchError(where, "a batch is a tree of arrays", f"an iterator, {type(found[0]).__name__}", fix)
     leaves = jax.tree.leaves(trees)
-    if _REF and any(isinstance(leaf, _REF) for leaf in leaves):
+    if any(isinstance(leaf, jax.Ref) for leaf in leaves):
         paths = jax.tree_util.tree_leaves_with_path(trees)
-        got = [f"{jax.tree_util.keystr(path[1:]) or 'an argument'}: a jax.Ref" for path, leaf in paths if isinstance(leaf, _REF)]
+        got = [f"{jax.tree_util.keystr(path[1:]) or 'an argument'}: a jax.Ref" for path, leaf in paths if isinstance(leaf, jax.Ref)]
         rule, fix = "the programs of stages share no array that can be changed", "pass what it holds now, ref[...]"
         raise ArgumentError(where, rule, got, fix)
     traced = any(isinstance(leaf, Tracer) for leaf in leaves)
@@ -148,5 +147,4 @@ def is_traced() -> bool:
     return type(current_trace()) is not _EAGER and isinstance(jax.lax.neg(np.float32(0)), Tracer)
 
 
-_REF: tuple[type, ...] = (jax.Ref,) if hasattr(jax, "Ref") else ()
 _EAGER = type(current_trace())  # how JAX computes where nothing is traced
