@@ -14,7 +14,7 @@ import json
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar, overload
@@ -92,8 +92,41 @@ class Kept(NamedTuple):
     num_bytes: int  # on one device
 
 
+class _Summed:
+    """Sums over what runs several times: the kernels of a program, or the programs of a step."""
+
+    def _each(self) -> Iterable[tuple[int, "Kernel | ProgramRow"]]:
+        """How often each runs."""
+        raise NotImplementedError
+
+    @cached_property
+    def products(self) -> dict[str, int]:
+        """FLOPs of matrix products and convolutions by the type that they are computed in, the most first."""
+        return _sorted((kind, runs * flops) for runs, each in self._each() for kind, flops in each.products.items())
+
+    @property
+    def flops(self) -> int:
+        """FLOPs other than those of matrix products."""
+        return sum(runs * each.flops for runs, each in self._each())
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that kernels read of the memory of their device."""
+        return sum(runs * each.bytes_read for runs, each in self._each())
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes that kernels write there."""
+        return sum(runs * each.bytes_written for runs, each in self._each())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes read and written."""
+        return self.bytes_read + self.bytes_written
+
+
 @dataclass(frozen=True)
-class ProgramRow:
+class ProgramRow(_Summed):
     """A compiled program of a step. Numbers are those of one run of it, on one device.
 
     Attributes:
@@ -142,6 +175,9 @@ class ProgramRow:
     short: int = 0
     compiled: Compiled | None = field(default=None, repr=False, compare=False)
 
+    def _each(self) -> Iterable[tuple[int, Kernel]]:
+        return ((kernel.runs, kernel) for kernel in self.kernels)
+
     @property
     def num_kernels(self) -> int:
         """How many kernels run."""
@@ -153,34 +189,9 @@ class ProgramRow:
         return all(kernel.exact for kernel in self.kernels)
 
     @cached_property
-    def products(self) -> dict[str, int]:
-        """FLOPs of matrix products and convolutions by the type that they are computed in, the most first."""
-        return _sorted((kind, kernel.runs * flops) for kernel in self.kernels for kind, flops in kernel.products.items())
-
-    @cached_property
     def written_by(self) -> dict[str, int]:
         """FLOPs of matrix products by who wrote them (``"Triton"``, ``"cuBLAS"``, ``"cuDNN"``, ``"XLA"``), the most first."""
         return _sorted((kernel.by, kernel.runs * sum(kernel.products.values())) for kernel in self.kernels if kernel.products)
-
-    @property
-    def flops(self) -> int:
-        """FLOPs other than those of matrix products."""
-        return sum(kernel.runs * kernel.flops for kernel in self.kernels)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that its kernels read of the memory of their device."""
-        return sum(kernel.runs * kernel.bytes_read for kernel in self.kernels)
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes that its kernels write there."""
-        return sum(kernel.runs * kernel.bytes_written for kernel in self.kernels)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes read and written."""
-        return self.bytes_read + self.bytes_written
 
     @property
     def least_seconds(self) -> float | None:
@@ -204,7 +215,7 @@ class ProgramRow:
 
 @entries
 @dataclass(frozen=True)
-class ProgramTable(Sequence[ProgramRow]):
+class ProgramTable(_Summed, Sequence[ProgramRow]):
     r"""The different compiled programs of a step, in the order in which they first run. ``print`` it for a table.
 
     It is a sequence of ``ProgramRow``. Sums (``num_kernels``, ``num_bytes``, ``products``, ...) are those of a whole step, in which
@@ -262,40 +273,18 @@ class ProgramTable(Sequence[ProgramRow]):
         rows = [row for row in self if (kind is None or wanted.intersection(row.kinds)) and stage in (None, row.stage)]
         return replace(self, rows=tuple(row for row in rows if rank in (None, row.rank)), remarked=())
 
+    def _each(self) -> Iterable[tuple[int, ProgramRow]]:
+        return ((row.runs, row) for row in self)
+
     @property
     def num_kernels(self) -> int:
         """Kernels of a step."""
-        return self._sum(lambda row: row.num_kernels)
-
-    @property
-    def products(self) -> dict[str, int]:
-        """FLOPs of matrix products in a step, by the type that they are computed in, the most first."""
-        return _sorted((kind, row.runs * flops) for row in self for kind, flops in row.products.items())
+        return sum(row.runs * row.num_kernels for row in self)
 
     @property
     def written_by(self) -> dict[str, int]:
         """FLOPs of matrix products in a step, by who wrote them, the most first."""
         return _sorted((writer, row.runs * flops) for row in self for writer, flops in row.written_by.items())
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of a step other than those of matrix products."""
-        return self._sum(lambda row: row.flops)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that the kernels of a step read."""
-        return self._sum(lambda row: row.bytes_read)
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes that they write."""
-        return self._sum(lambda row: row.bytes_written)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes read and written."""
-        return self.bytes_read + self.bytes_written
 
     @property
     def least_seconds(self) -> float | None:
@@ -308,9 +297,6 @@ class ProgramTable(Sequence[ProgramRow]):
         """Seconds in which a step cannot be done: those of the device whose programs take longest. Sends and waits add to them."""
         found = list(self._by_device().values())
         return None if None in found else max((each for each in found if each is not None), default=0.0)
-
-    def _sum(self, number: Callable[[ProgramRow], int]) -> int:
-        return sum(row.runs * number(row) for row in self)
 
     @property
     def _devices(self) -> list[str]:
