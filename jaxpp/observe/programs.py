@@ -50,7 +50,7 @@ from jaxpp.schedule.draw.canvas import (
 )
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.program import Role
-from jaxpp.tables import bytes_in_words, flops_in_words, fold_lines, html_remarks, html_table, in_bytes, table_lines
+from jaxpp.tables import bytes_in_words, flops_in_words, fold_lines, html_remarks, html_table, in_bytes, in_units, table_lines
 from jaxpp.targets import GPU, compiles_only, device_name, target_of
 from jaxpp.types import Batch, Key
 
@@ -647,13 +647,8 @@ def _summed(programs: ProgramTable) -> str:
 
 
 def _time(seconds: float | None) -> str:
-    """As people say it, with four digits: ``12.35 us``."""
-    if seconds is None:
-        return ""
-    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
-        if seconds * factor < 1000:
-            return f"{seconds * factor:.4g} {unit}"
-    return f"{seconds:.4g} s"
+    """As people say it, with four digits: ``12.35 ms``."""
+    return "" if seconds is None else in_units(1e6 * seconds, 1000, ("µs", "ms", "s"))
 
 
 # --- the roofline as a figure ---
