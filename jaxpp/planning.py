@@ -42,9 +42,8 @@ from jaxpp.shardings import propose_shardings
 from jaxpp.stages.axes import axis_names
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.loss.microbatch import check_batch
-from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, table_lines
+from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, table_lines, three_digits, time_in_words
 from jaxpp.targets import GPU, gpu_named, target
-from jaxpp.tuner.findings import time_in_words
 from jaxpp.tuner.machine import Devices
 from jaxpp.tuner.search import Candidate, Limits, SearchResult, Space, is_of_loss, search
 from jaxpp.tuning import check_options, counts_of, schedules_of
@@ -255,12 +254,7 @@ class Planning:
             cells += [candidate.schedule.name, str(candidate.schedule.num_microbatches), str(candidate.stages_per_rank)]
             cells += [", ".join(saved) or "nothing", f"{bytes_in_words(max(row.peaks))}{'' if row.fits else ': too much'}"]
             cells += ["" if bound is None else time_in_words(bound.seconds), _range(row.seconds)]
-            cells += [
-                f"{row.rate:,.0f}" if row.rate >= 100 else f"{row.rate:.3g}",
-                f"{row.mfu:.0%}",
-                f"{row.bubble:.0%}",
-                row.limit,
-            ]
+            cells += [three_digits(row.rate), f"{row.mfu:.0%}", f"{row.bubble:.0%}", row.limit]
             cells += [f"{row.days:,.3g}" if row.days is not None else ""] * runs
             cells += [f"${row.cost:,.0f}" if row.cost is not None else ""] * money
             table.append(cells)

@@ -156,6 +156,16 @@ def flops_in_words(flops: float) -> str:
     return in_units(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
 
 
+def time_in_words(seconds: float) -> str:
+    """A time as people say it, with three digits: ``12.3 ms``."""
+    return f"{three_digits(seconds)} s" if seconds >= 1 else f"{three_digits(1e3 * seconds)} ms"
+
+
+def three_digits(value: float) -> str:
+    """A number with three digits, and from 100 on with all before the point: ``12.3``, ``1,234``."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def in_units(value: float, base: int, names: Sequence[str]) -> str:
     """A number in the first of some units, each ``base`` times the one before, in which it is small; with four digits."""
     for name in names[:-1]:

@@ -31,9 +31,9 @@ from jaxpp.schedule.draw.text import figure_html
 from jaxpp.schedule.registry import AUTO, SCHEDULES, make
 from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.microbatch import check_batch
-from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, table_lines, unit_of_bytes
+from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, table_lines, time_in_words, unit_of_bytes
 from jaxpp.targets import compiles_only
-from jaxpp.tuner.findings import reasons, time_in_words, tuning_figure
+from jaxpp.tuner.findings import reasons, tuning_figure
 from jaxpp.tuner.machine import Devices
 from jaxpp.tuner.search import KNOBS, Candidate, Limits, Row, SearchResult, Space, search
 from jaxpp.types import Arguments, Batch, Device, Key, LossFn, Tree

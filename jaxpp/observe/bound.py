@@ -51,6 +51,7 @@ from jaxpp.schedule.registry import make
 from jaxpp.schedule.simulate import Simulation
 from jaxpp.shardings import shared_stages
 from jaxpp.stages.estimate import rates_of
+from jaxpp.tables import three_digits
 from jaxpp.targets import GPU, target_of
 from jaxpp.types import Batch, Key
 
@@ -200,9 +201,9 @@ class StepBound:
         per = self.num_devices / len(self.targets)  # less than one where ranks share a device
         on = " and ".join(f"{round(per * count)} x {name}" for name, count in names.items())
         shown = [(word, part) for word, part in zip(_PARTS, self.parts, strict=True) if part > 5e-4 * self.seconds]
-        made = ", ".join(f"{word} {_digits(scale * part)}" for word, part in shown)
+        made = ", ".join(f"{word} {three_digits(scale * part)}" for word, part in shown)
         noun = "pass" if self.schedule.forward_only else "step"
-        least = f"a {noun}{' of many in flow' * self.flows} takes at least {_digits(scale * self.seconds)} {unit}"
+        least = f"a {noun}{' of many in flow' * self.flows} takes at least {three_digits(scale * self.seconds)} {unit}"
         lines = [f"{least} on {on} (a bound, no prediction): {made}", self._predicted(noun)]
         if self.products:
             most = max(self.products, key=self.products.__getitem__)
@@ -210,7 +211,7 @@ class StepBound:
             lines.append(f"its matrix products reach at most {self.peak_fraction:.0%} of the devices' peak for {kinds}")
         busy = self.simulation.busy
         if min(busy) < _UNEVEN * max(busy):
-            least, most = (_digits(scale * each) for each in (min(busy), max(busy)))
+            least, most = (three_digits(scale * each) for each in (min(busy), max(busy)))
             idle = f"devices are idle {self.bubble_fraction:.0%} of the time"
             lines.append(
                 f"ranks compute {least} to {most} {unit} of a {noun}: others wait for rank {busy.index(max(busy))}, and {idle}"
@@ -218,21 +219,22 @@ class StepBound:
         host = self.host
         work = f"{host.num_instructions} instructions and {host.num_kernels:,} kernels"
         by = "the host hands" if host.num_threads == 1 else f"{host.num_threads} threads of the host, one for each rank, hand"
-        taken = f"{_digits(1e3 * host.seconds)} ms at least, and in about {_digits(1e3 * host.likely)} ms as measured with an H200"
+        soonest, likely = (three_digits(1e3 * each) for each in (host.seconds, host.likely))
+        taken = f"{soonest} ms at least, and in about {likely} ms as measured with an H200"
         it = "it" if host.num_threads == 1 else "the host"
         lines.append(f"{by} over {work} of a {noun} in {taken}, so {it} {self._limit} the {noun}")
         if self.hidden_by is not None:
             now, eager = self.simulation, self._simulated(1.0, self.hidden_by)
             share = max(self.costs.transfer) / max(self.costs.actions[Kind.F])
-            old, new = (f"{_digits(scale * each.makespan)} {unit}" for each in (now, eager))
+            old, new = (f"{three_digits(scale * each.makespan)} {unit}" for each in (now, eager))
             held, holds = (max(each.peak_residuals) for each in (now, eager))
             more = f", and a rank holds the residuals of up to {holds} microbatches in place of {held}" * (holds > held)
             lines.append(
-                f'nothing hides transfers in "1f1b", and here one takes up to {_digits(share)} of a forward: with '
+                f'nothing hides transfers in "1f1b", and here one takes up to {three_digits(share)} of a forward: with '
                 f'schedule="{self.hidden_by.name}" the actions take {new} in place of {old}{more}'
             )
         if self.visits is not None:
-            link, added = (_digits(scale * each) for each in (self.visits.link, self.visits.added))
+            link, added = (three_digits(scale * each) for each in (self.visits.link, self.visits.added))
             hides = self.visits.added <= _HIDDEN * (self.seconds - self.visits.added)
             so = "hide under the work of the visits" if hides else f"add {added} {unit} that no work hides"
             lines.append(f"the copies of the state take {link} {unit} of a link to host memory, and {so}")
@@ -240,9 +242,9 @@ class StepBound:
 
     def _predicted(self, noun: str) -> str:
         unit, scale = ("s", 1.0) if self.predicted.seconds >= 1 else ("ms", 1e3)
-        seconds, low, high = (_digits(scale * each) for each in self.predicted)
+        seconds, low, high = (three_digits(scale * each) for each in self.predicted)
         parts = zip(_PARTS, self.likely_parts, strict=True)
-        made = ", ".join(f"{word} {_digits(scale * part)}" for word, part in parts if part > 5e-3 * self.predicted.seconds)
+        made = ", ".join(f"{word} {three_digits(scale * part)}" for word, part in parts if part > 5e-3 * self.predicted.seconds)
         said = f"; products at {self.reached:.0%} of their peak while they run" * bool(self.products)
         return f"a {noun} likely takes {seconds} {unit} ({low} to {high}): {made}{said}"
 
@@ -250,10 +252,6 @@ class StepBound:
         return "\n".join(self.lines())
 
     __repr__ = __str__
-
-
-def _digits(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "update") -> StepBound | None:

@@ -23,7 +23,7 @@ from jaxpp.schedule.draw.canvas import (
     number_points,
 )
 from jaxpp.schedule.registry import AUTO, SCHEDULES
-from jaxpp.tables import bytes_in_words, unit_of_bytes
+from jaxpp.tables import bytes_in_words, time_in_words, unit_of_bytes
 from jaxpp.tuner.search import KNOBS, Candidate, Knob, Row, SearchResult
 
 _PARTS = {
@@ -174,13 +174,6 @@ def _longer(ratio: float) -> str:
     if ratio <= 1 + _SAME:
         return "as long"
     return f"{_percent(ratio - 1)} more" if ratio < 2 else f"{ratio:.2g} times as long"
-
-
-def time_in_words(seconds: float) -> str:
-    """A time as people say it, with three digits: ``12.3 ms``."""
-    if seconds >= 1:
-        return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 class _Point(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 from jaxpp.observe.evaluate import alone, parts, step_seconds
 from jaxpp.schedule import SCHEDULES
 from jaxpp.schedule.draw.canvas import group_colour
-from jaxpp.tuner.findings import time_in_words
+from jaxpp.tables import time_in_words
 from jaxpp.tuner.search import Limits, Space, search
 from jaxpp.tuning import Tuning
 from tests.tuner.virtual_machine import MIB, Virtual

@@ -27,7 +27,7 @@ from jaxpp.schedule.draw.pebbles import pebble_pair
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.draw.timeline import Copied, Timeline, draw_timeline, extents, room, scaled, timeline_key
 from jaxpp.schedule.offload import Offloaded
-from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, table_lines
+from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, table_lines, three_digits
 from jaxpp.types import Device
 
 Clock = Literal["trace", "isolated"]  # which times the numbers are of
@@ -445,7 +445,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _milli(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+    return three_digits(1e3 * seconds)
 
 
 # --- the figure: what really ran above what the virtual clock says of it, and the memory that it took ---
@@ -500,7 +500,7 @@ def profile_figure(
         titled = line._replace(title=scaled(line.title, end, across[0]))
         bars.append(draw_timeline(part, titled, stage_to_rank, points / end))
         middle, ended = max(stage_to_rank) / 2 + 0.5, float(line.end)
-        took = f"{ended:,.0f} ms" if ended >= 100 else f"{ended:.3g} ms"
+        took = f"{three_digits(ended)} ms"
         part.annotate(took, (ended, middle), (4, 0), textcoords="offset points", size=8, va="center", color=INK)
     if memory:
         _draw_memory(axes[-1], memory, names, step)
