@@ -5,7 +5,6 @@ Over ``model`` the compiler divides the work accordingly: two layers sharded by 
 the sum of its gradients, and of its optimizer state.
 """
 
-import fnmatch
 import itertools
 import math
 import re
@@ -19,7 +18,7 @@ from jax.tree_util import KeyPath
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.stages.axes import DATA, MODEL, RankAxes, axis_names
 from jaxpp.stages.jaxpr import aval_of, describe
-from jaxpp.stages.loss.traced_loss import TracedLoss, path_name
+from jaxpp.stages.loss.traced_loss import TracedLoss, is_named, path_name
 from jaxpp.types import Aval, Leaf, Params, Tree
 
 _WHOLE = PartitionSpec()
@@ -80,7 +79,7 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes, *, evenly: bool = 
         by_path = dict(_by_path(shardings)) if isinstance(shardings, Mapping) else {}
         flat = jax.tree.leaves(shardings, is_leaf=_is_rule)
         if isinstance(shardings, Mapping) and all(map(_is_rule, by_path.values())):  # without any, nothing is sharded
-            specs = _matched(by_path.items(), places, _is_named)
+            specs = _matched(by_path.items(), places, is_named)
         elif len(flat) in (len(leaves), len(places)) and all(map(_is_rule, flat)):
             if len(flat) > len(leaves):
                 flat = [rule for rule, (_, leaf) in zip(flat, places, strict=True) if leaf is not None]
@@ -194,11 +193,6 @@ def _logical(rules: list[tuple[str, Tree]], params: Params) -> list[PartitionSpe
     return jax.tree.leaves(spmd.logical_to_mesh(named, rules), is_leaf=_is_rule)
 
 
-def _is_named(path: str, pattern: str) -> bool:
-    """Whether a path, or the module that it lies in, is the pattern's."""
-    return fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"{pattern}/*")
-
-
 def _is_found(path: str, pattern: str) -> bool:
     """Whether a regular expression is found in a path."""
     try:
@@ -223,7 +217,7 @@ def _matched(
             specs[k] = _spec_of(rule, paths[k], len(getattr(leaves[k][1], "shape", ())))
     if missed:
         rule = "a pattern names parameters or modules by their path"
-        fix = "use paths like those below" + ", with * for any part" * (matches is _is_named)
+        fix = "use paths like those below" + ", with * for any part" * (matches is is_named)
         got, picture = [f"{pattern!r} matches none" for pattern in missed], "\n".join(paths[:12] + ["..."] * (len(paths) > 12))
         raise ArgumentError("shardings", rule, got, fix, picture)
     return [spec for spec, (_, leaf) in zip(specs, leaves, strict=True) if leaf is not None]

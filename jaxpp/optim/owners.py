@@ -12,7 +12,6 @@ It is the user's tree that the update is traced on: where a stacked parameter is
 these (``divided.py``), and ``slicing`` asks before whether they can be.
 """
 
-import fnmatch
 import functools
 import math
 import operator
@@ -37,7 +36,7 @@ from jaxpp.stages.floating import floating, masked_like, with_others
 from jaxpp.stages.graph import Graph, ancestors, marked, trace
 from jaxpp.stages.jaxpr import Atom, aval_of, branches_of, describe, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
-from jaxpp.stages.loss.traced_loss import path_name
+from jaxpp.stages.loss.traced_loss import is_named, path_name
 from jaxpp.stages.own_params import OWN_NAME, num_shared
 from jaxpp.stages.stacked import Slices, Slicing, assembled_shapes, rows, slicing_of
 from jaxpp.types import Array, Aval, Grads, Params, Tree
@@ -480,10 +479,7 @@ def untrained_leaves(params: Params, patterns: Sequence[str] | None, *, strict: 
         ArgumentError: ``strict``, and a pattern names no parameter.
     """
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    named = {
-        pattern: {k for k, path in enumerate(paths) for each in (pattern, f"{pattern}/*") if fnmatch.fnmatchcase(path, each)}
-        for pattern in patterns or ()
-    }
+    named = {pattern: {k for k, path in enumerate(paths) if is_named(path, pattern)} for pattern in patterns or ()}
     if strict and (missed := [f"{pattern!r} matches none" for pattern, found in named.items() if not found]):
         rule, fix = "a pattern names parameters or modules by their path", "use paths like those below, with * for any part"
         raise ArgumentError("trains", rule, missed, fix, "\n".join(paths[:12] + ["..."] * (len(paths) > 12)))
@@ -535,9 +531,7 @@ def open_conditions(graph: Graph) -> Graph:
             values.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in graph.outputs]
 
-    avals = [aval_of(var) for var in graph.inputs]
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)) for aval in avals]
-    return open_conditions(trace(run, *shapes)[0])
+    return open_conditions(trace(run, *_types_of(map(aval_of, graph.inputs)))[0])
 
 
 def _branches(eqn: JaxprEqn) -> list[Callable[..., list[Array]]] | None:

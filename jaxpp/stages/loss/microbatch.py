@@ -8,7 +8,6 @@ microbatches, and a remainder that the replicas cannot share makes a last one of
 
 import dataclasses
 import difflib
-import fnmatch
 import itertools
 import math
 from collections import Counter
@@ -19,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.tree_util import GetAttrKey, KeyPath, SequenceKey
+from jax.tree_util import GetAttrKey, SequenceKey
 from jax.typing import ArrayLike
 from jaxtyping import Int, UInt32
 
 from jaxpp.errors import BatchError
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loss.traced_loss import path_name, unfit, wrong_leaves
+from jaxpp.stages.loss.traced_loss import is_named, path_name, unfit, wrong_leaves
 from jaxpp.types import Aval, Batch, DType, Leaf, Tree
 
 _SHOWN = 8
@@ -199,7 +198,9 @@ def resized(avals: Batch, size: int, shared: Collection[int] = ()) -> Batch:
 def shared_leaves(batch: Batch, names: Sequence[str] = ()) -> frozenset[int]:
     """The numbers of the leaves that every microbatch gets as they are: numbers, and those of a path or pattern of paths."""
     leaves = enumerate(jax.tree_util.tree_leaves_with_path(batch))
-    return frozenset(k for k, (path, leaf) in leaves if not getattr(leaf, "shape", ()) or any(_matches(path, n) for n in names))
+    return frozenset(
+        k for k, (path, leaf) in leaves if not getattr(leaf, "shape", ()) or any(is_named(path_name(path), n) for n in names)
+    )
 
 
 def num_examples(leaves: Sequence[Leaf], shared: Collection[int]) -> int:
@@ -212,16 +213,11 @@ def is_ragged(leaves: Sequence[Leaf], shared: Collection[int]) -> bool:
     return len({leaf.shape[0] for k, leaf in enumerate(leaves) if k not in shared}) > 1
 
 
-def _matches(path: KeyPath, name: str) -> bool:
-    return any(fnmatch.fnmatchcase(path_name(path), pattern) for pattern in (name, f"{name}/*"))
-
-
 def check_shared(batch: Batch, names: Sequence[str]) -> None:
     """Refuse names of shared leaves that the batch does not have."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
-    unknown = [name for name in names if not any(_matches(path, name) for path in paths)]
+    known = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+    unknown = [name for name in names if not any(is_named(path, name) for path in known)]
     if unknown:
-        known = [path_name(path) for path in paths]
         near = [f"{name!r}; near it: {', '.join(difflib.get_close_matches(name, known)) or 'none'}" for name in unknown]
         listed = "\n".join(known[:_SHOWN] + ["..."] * (len(known) > _SHOWN))
         where, rule = f"broadcast={tuple(names)!r}", "a name is the path of a batch leaf, or a pattern of paths"

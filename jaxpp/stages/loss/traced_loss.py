@@ -8,6 +8,7 @@
 A model state leaf has a new value after every microbatch, so the stage that makes it also reads the old one (``state_spans``).
 """
 
+import fnmatch
 import itertools
 import math
 import posixpath
@@ -440,6 +441,11 @@ def cheap_values(graph: Graph, leaves: Sequence[Var], free: Sequence[Var], barre
 def path_name(path: KeyPath) -> str:
     """A tree path as ``h_2/attn/kernel``."""
     return jax.tree_util.keystr(without_joint(path), simple=True, separator="/")
+
+
+def is_named(path: str, pattern: str) -> bool:
+    """Whether a path, or the module that it lies in, is the pattern's."""
+    return fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"{pattern}/*")
 
 
 def trace_loss(  # noqa: PLR0913  (what the user has decided)
