@@ -418,8 +418,7 @@ class _Layouts:
                 not sizes or count == (sum(sizes),) for sizes, count in zip(known[shared:], rows, strict=True)
             )
             return Slicing(known, axes) if same else Slicing((*known[:shared], *[()] * len(own)), (*axes[:shared], *[0] * len(own)))
-        position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
-        places = [position.get(layer.result) for layer in loss.layers]  # None: no cut divides what depends on parameters alone
+        places = [loss.position.get(layer.result) for layer in loss.layers]  # None: no cut divides what depends on parameters alone
         stages = [None if place is None else bisect.bisect_right(cuts, place) for place in places]
         sharded = {leaf for leaf, spec in enumerate(self.specs) if next(iter(spec), None) is not None}
         single = rows_between(loss.params, loss.reads, cuts)

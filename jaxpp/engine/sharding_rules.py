@@ -18,7 +18,7 @@ from jax.tree_util import KeyPath
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.stages.axes import DATA, MODEL, RankAxes, axis_names
 from jaxpp.stages.jaxpr import aval_of, describe
-from jaxpp.stages.loss.traced_loss import TracedLoss, is_named, path_name
+from jaxpp.stages.loss.traced_loss import TracedLoss, fits_pattern, path_name
 from jaxpp.types import Aval, Leaf, Params, Tree
 
 _WHOLE = PartitionSpec()
@@ -79,7 +79,7 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes, *, evenly: bool = 
         by_path = dict(_by_path(shardings)) if isinstance(shardings, Mapping) else {}
         flat = jax.tree.leaves(shardings, is_leaf=_is_rule)
         if isinstance(shardings, Mapping) and all(map(_is_rule, by_path.values())):  # without any, nothing is sharded
-            specs = _matched(by_path.items(), places, is_named)
+            specs = _matched(by_path.items(), places, fits_pattern)
         elif len(flat) in (len(leaves), len(places)) and all(map(_is_rule, flat)):
             if len(flat) > len(leaves):
                 flat = [rule for rule, (_, leaf) in zip(flat, places, strict=True) if leaf is not None]
@@ -217,7 +217,7 @@ def _matched(
             specs[k] = _spec_of(rule, paths[k], len(getattr(leaves[k][1], "shape", ())))
     if missed:
         rule = "a pattern names parameters or modules by their path"
-        fix = "use paths like those below" + ", with * for any part" * (matches is is_named)
+        fix = "use paths like those below" + ", with * for any part" * (matches is fits_pattern)
         got, picture = [f"{pattern!r} matches none" for pattern in missed], "\n".join(paths[:12] + ["..."] * (len(paths) > 12))
         raise ArgumentError("shardings", rule, got, fix, picture)
     return [spec for spec, (_, leaf) in zip(specs, leaves, strict=True) if leaf is not None]

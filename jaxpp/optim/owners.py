@@ -36,7 +36,7 @@ from jaxpp.stages.floating import floating, masked_like, with_others
 from jaxpp.stages.graph import Graph, ancestors, marked, trace
 from jaxpp.stages.jaxpr import Atom, aval_of, branches_of, describe, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
-from jaxpp.stages.loss.traced_loss import is_named, path_name
+from jaxpp.stages.loss.traced_loss import fits_pattern, path_name
 from jaxpp.stages.own_params import OWN_NAME, num_shared
 from jaxpp.stages.stacked import Slices, Slicing, assembled_shapes, rows, slicing_of
 from jaxpp.types import Array, Aval, Grads, Params, Tree
@@ -479,7 +479,7 @@ def untrained_leaves(params: Params, patterns: Sequence[str] | None, *, strict: 
         ArgumentError: ``strict``, and a pattern names no parameter.
     """
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    named = {pattern: {k for k, path in enumerate(paths) if is_named(path, pattern)} for pattern in patterns or ()}
+    named = {pattern: {k for k, path in enumerate(paths) if fits_pattern(path, pattern)} for pattern in patterns or ()}
     if strict and (missed := [f"{pattern!r} matches none" for pattern, found in named.items() if not found]):
         rule, fix = "a pattern names parameters or modules by their path", "use paths like those below, with * for any part"
         raise ArgumentError("trains", rule, missed, fix, "\n".join(paths[:12] + ["..."] * (len(paths) > 12)))

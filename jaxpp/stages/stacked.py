@@ -87,12 +87,17 @@ def assembled(tree: Tree, join: Callable[[Slices], Leaf] | None = None) -> Tree:
     return joined(tree, join or _on_host)
 
 
-def _on_host(node: Slices) -> Leaf:
+def check_there(node: Slices) -> None:
+    """Refuse slices that a step has consumed."""
     if gone := sum(getattr(part, "is_deleted", bool)() for part in node.parts):
         rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
         got = f"a leaf held as slices, {gone} of {len(node.parts)} of which a later step has consumed"
         fix = "go on with pipe.state, the newest, and save that; or call step(..., donate=False) to keep the old state"
         raise StateError("state", rule, got, fix)
+
+
+def _on_host(node: Slices) -> Leaf:
+    check_there(node)
     if not all(part.is_fully_addressable for part in node.parts if isinstance(part, jax.Array)):
         return node
     return put_together(node.shape, zip([node.index(a, b) for a, b in rows(node.sizes)], node.parts, strict=True))

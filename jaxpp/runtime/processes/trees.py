@@ -25,7 +25,7 @@ from jaxpp.runtime.processes.here import devices_in, elsewhere, is_addressable, 
 from jaxpp.runtime.send import Send
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import wrong_leaves
-from jaxpp.stages.stacked import Slices, joined, put_together, whole_shape
+from jaxpp.stages.stacked import Slices, check_there, joined, put_together, whole_shape
 from jaxpp.targets import refuse_compile_only
 from jaxpp.types import Array, Aval, Device, Leaf, Tree
 
@@ -159,13 +159,8 @@ def slices_of(leaf: Leaf) -> Slices | None:
     entry: Any = _SLICES.get(id(leaf))
     if entry is None or entry[0]() is not leaf:
         return None
-    node = entry[1]
-    if gone := sum(part.is_deleted() for part in node.parts if isinstance(part, jax.Array)):
-        rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
-        got = f"a leaf held as slices, {gone} of {len(node.parts)} of which a later step has consumed"
-        fix = "go on with pipe.state, the newest, and save that; or call step(..., donate=False) to keep the old state"
-        raise StateError("state", rule, got, fix)
-    return node
+    check_there(entry[1])
+    return entry[1]
 
 
 def array_handler() -> Any:

@@ -195,13 +195,12 @@ def kept_uses(loss: TracedLoss, kept: RematPolicy) -> list[Use]:
 
 def _param_uses(loss: TracedLoss, of_user: Sequence[float], of_owner: Sequence[float]) -> list[Use]:
     """What parameters take on the stages that use them, and besides on the first of these."""
-    position = {var: k for k, i in enumerate(loss.spine) for var in loss.graph.eqns[i].outvars}
     number: dict[Atom, int] = {var: leaf for leaf, var in enumerate(loss.params)}
     rows = [
-        Read(number[var], layers.start, layers.stop, position[layers.result])
+        Read(number[var], layers.start, layers.stop, loss.position[layers.result])
         for layers in loss.layers
         for var in layers.stacked
-        if layers.result in position and var in number
+        if layers.result in loss.position and var in number
     ]
     rows += loss.reads
     uses = []

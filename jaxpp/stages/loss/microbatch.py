@@ -24,7 +24,7 @@ from jaxtyping import Int, UInt32
 
 from jaxpp.errors import BatchError
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loss.traced_loss import is_named, path_name, unfit, wrong_leaves
+from jaxpp.stages.loss.traced_loss import fits_pattern, path_name, unfit, wrong_leaves
 from jaxpp.types import Aval, Batch, DType, Leaf, Tree
 
 _SHOWN = 8
@@ -199,7 +199,7 @@ def shared_leaves(batch: Batch, names: Sequence[str] = ()) -> frozenset[int]:
     """The numbers of the leaves that every microbatch gets as they are: numbers, and those of a path or pattern of paths."""
     leaves = enumerate(jax.tree_util.tree_leaves_with_path(batch))
     return frozenset(
-        k for k, (path, leaf) in leaves if not getattr(leaf, "shape", ()) or any(is_named(path_name(path), n) for n in names)
+        k for k, (path, leaf) in leaves if not getattr(leaf, "shape", ()) or any(fits_pattern(path_name(path), n) for n in names)
     )
 
 
@@ -216,7 +216,7 @@ def is_ragged(leaves: Sequence[Leaf], shared: Collection[int]) -> bool:
 def check_shared(batch: Batch, names: Sequence[str]) -> None:
     """Refuse names of shared leaves that the batch does not have."""
     known = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
-    unknown = [name for name in names if not any(is_named(path, name) for path in known)]
+    unknown = [name for name in names if not any(fits_pattern(path, name) for path in known)]
     if unknown:
         near = [f"{name!r}; near it: {', '.join(difflib.get_close_matches(name, known)) or 'none'}" for name in unknown]
         listed = "\n".join(known[:_SHOWN] + ["..."] * (len(known) > _SHOWN))

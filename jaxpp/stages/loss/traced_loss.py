@@ -218,6 +218,11 @@ class TracedLoss:
         return tuple(sorted(chosen, key=lambda i: (due[i], i)))
 
     @cached_property
+    def position(self) -> dict[Atom, int]:
+        """The spine position at which each value is made, of those that are made there."""
+        return {var: k for k, i in enumerate(self.spine) for var in self.graph.eqns[i].outvars}
+
+    @cached_property
     def primitives(self) -> tuple[str, ...]:
         """The name of the primitive of each spine equation."""
         return tuple(self.graph.eqns[i].primitive.name for i in self.spine)
@@ -363,9 +368,8 @@ class TracedLoss:
 
         They are the same where only one is on the spine; None where neither is.
         """
-        position = {var: k for k, i in enumerate(self.spine) for var in self.graph.eqns[i].outvars}
         first = {leaf: k for k, uses in reversed(list(enumerate(self.state_uses))) for leaf in uses}
-        made = [position.get(source) if isinstance(source, Var) else None for source in self.sources]
+        made = [self.position.get(source) if isinstance(source, Var) else None for source in self.sources]
         needs = self._uses_of(self.state)[1]
         sources = {leaf: source for leaf, source in enumerate(self.sources) if made[leaf] is None}
         floating = {leaf: needs.get(source, ()) if isinstance(source, Var) else () for leaf, source in sources.items()}
@@ -443,7 +447,7 @@ def path_name(path: KeyPath) -> str:
     return jax.tree_util.keystr(without_joint(path), simple=True, separator="/")
 
 
-def is_named(path: str, pattern: str) -> bool:
+def fits_pattern(path: str, pattern: str) -> bool:
     """Whether a path, or the module that it lies in, is the pattern's."""
     return fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(path, f"{pattern}/*")
 
