@@ -2,7 +2,8 @@
 
 Lowering a program to compare its text takes most of the time that is left when nothing is compiled. ``fingerprint`` digests the
 traced equations instead, which decide what is compiled. Python functions, effects and large arrays cannot be compared: no
-fingerprint. The rules of custom derivatives are left out, because what is compiled has been differentiated already.
+fingerprint. The rules of custom derivatives and the policies of checkpoints are left out, because what is compiled has been
+differentiated already.
 """
 
 import enum
@@ -15,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import Mesh
 
-from jaxpp.stages.jaxpr import CUSTOM_RULES, Atom, aval_of, called, context_of, kind_of
+from jaxpp.stages.jaxpr import CHECKPOINTS, CUSTOM_RULES, Atom, aval_of, called, context_of, kind_of
 
 _LARGE = 1 << 16  # Bytes of a constant above which it is not read back from its device for a digest
 
@@ -88,6 +90,8 @@ class _Digest:
         rule = called(eqn, CUSTOM_RULES)
         if rule is not None:  # its derivative has been taken, or nobody wants it
             self.value(rule)
+        elif kind_of(eqn) in CHECKPOINTS:  # likewise what is to be kept for it
+            self.value({name: value for name, value in eqn.params.items() if name != "policy"})
         elif kind_of(eqn) in CUSTOM_RULES:
             raise _UnknownError
         else:
@@ -135,7 +139,7 @@ class _Digest:
         self.words += [str(value.dtype), str(value.shape), hashlib.sha256(np.asarray(value).tobytes()).hexdigest()]
 
     def _other(self, value: Any) -> None:
-        if callable(value) and not isinstance(value, enum.Enum):
+        if callable(value) and not isinstance(value, (enum.Enum, Mesh)):
             raise _UnknownError
         try:
             self.words.append(f"#{self.others.setdefault(value, len(self.others))}")
