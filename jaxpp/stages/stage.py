@@ -127,6 +127,7 @@ class StageBuilder:
     crossing: Sequence[Var] = ()  # the values that cross between stages
     carried: tuple[tuple[int, ...], ...] = ()  # for each of them the stages that send its cotangent back
     made: Mapping[Var, int] = field(default_factory=dict)  # the stage that makes each of them
+    looped: dict[RematPolicy, list[Graph]] = field(default_factory=dict)  # the loss with its loops as a policy would have them
 
     def build(self, stage: int, piece: Piece) -> StageCode:
         """The programs of the stage that runs ``piece``."""
@@ -181,9 +182,12 @@ class StageBuilder:
     def colored(self, stage: int, piece: Piece) -> "StagePrograms":
         """A stage's equations as its programs run them, loops checkpointed where that keeps less."""
         remat = self.options.remat[stage] if self.options.remat else RematPolicy()
-        body, graphs = self._slice(stage, piece), [self.loss.graph]
+        body, graph = self._slice(stage, piece), self.loss.graph
+        graphs = [graph]
         if self.options.train and self.loss.remat is None:
-            graphs += remat.loops(self.loss.graph, piece.eqns)
+            if remat not in self.looped:
+                self.looped[remat] = remat.loops(graph, range(len(graph.eqns)))
+            graphs += [each for each in self.looped[remat] if any(each.eqns[i] is not graph.eqns[i] for i in piece.eqns)]
         traces = [self._trace(body, graph) for graph in graphs]
         traces = [replace(traced, graph=remat.prepared(traced.graph)) for traced in traces]
 
