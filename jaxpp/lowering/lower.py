@@ -114,8 +114,7 @@ def _gather(builder: Builder, step: Step, stage: int, leaves: Sequence[int]) -> 
         builder.compute(f"gather stage {stage}", step.once(("gather", reads), make), stage, parts, whole)
 
 
-def _same(*values: Array) -> list[Array]:
-    return list(values)
+_same = ComparableFunction(lambda *values: list(values), "same")
 
 
 class _Part(NamedTuple):
@@ -434,10 +433,10 @@ def _unpack(builder: Builder, step: Step, stage: int, packs: Sequence[Pack], *, 
         return
     members, vectors = tuple(ref for pack in packs for ref in pack.members), tuple(pack.ref for pack in packs)
 
-    def unpack(*values: Array) -> list[Array]:
+    def split(*values: Array) -> list[Array]:
         return [part for pack, vector in zip(packs, values, strict=True) for part in pack.split(vector).values()]
 
-    name, avals = f"stage_{stage}_unpack", tuple(pack.aval for pack in packs)
+    name, avals, unpack = f"stage_{stage}_unpack", tuple(pack.aval for pack in packs), ComparableFunction(split, ("unpack", *packs))
     program = step.once(("unpack", stage, packs), lambda: Program(unpack, vectors, members, avals, name=name))
     names_out = [Name(stage, replace(ref, shared=shared)) for ref in members]
     builder.compute(f"unpack stage {stage}", program, stage, [Name(stage, ref) for ref in vectors], names_out)
@@ -456,10 +455,11 @@ def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> No
     groups = list(back.values())
     names, totals = [name for group in groups for name in group], [group[0] for group in groups]
 
-    def tie(*args: Array) -> list[Array]:
+    def added(*args: Array) -> list[Array]:
         supply = iter(args)
         return [functools.reduce(operator.add, [next(supply) for _ in group]) for group in groups]
 
+    tie = ComparableFunction(added, ("tie", *map(len, groups)))
     refs = tuple(n.ref for n in names), tuple(n.ref for n in totals)
     avals = shapes_of(step.params[name.ref.index] for name in names)
     program = step.once(("tie", refs), lambda: Program(tie, *refs, avals, name=f"stage_{home}_tie"))

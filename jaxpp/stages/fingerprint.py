@@ -2,7 +2,8 @@
 
 Lowering a program to compare its text takes most of the time that is left when nothing is compiled. ``fingerprint`` digests the
 traced equations instead, which decide what is compiled. Python functions, effects and large arrays cannot be compared: no
-fingerprint. The rules of custom derivatives are left out, because what is compiled has been differentiated already.
+fingerprint. The rules of custom derivatives and the policies of checkpoints are left out, because what is compiled has been
+differentiated already; where it has not, they count as the objects that they are.
 """
 
 import enum
@@ -15,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import Mesh
 
-from jaxpp.stages.jaxpr import CUSTOM_RULES, Atom, aval_of, called, context_of, kind_of
+from jaxpp.stages.jaxpr import CHECKPOINTS, CUSTOM_RULES, Atom, aval_of, called, context_of, kind_of
 
 _LARGE = 1 << 16  # Bytes of a constant above which it is not read back from its device for a digest
 
@@ -40,10 +42,18 @@ class _UnknownError(Exception):
 
 
 def fingerprint(
-    eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Atom], constants: Mapping[Var, Any] | None = None
+    eqns: Sequence[JaxprEqn],
+    inputs: Sequence[Var],
+    outputs: Sequence[Atom],
+    constants: Mapping[Var, Any] | None = None,
+    *,
+    differentiable: bool = False,
 ) -> Hashable:
-    """A value that two functions have in common only if they do the same; None if that cannot be said."""
-    digest = _Digest()
+    """A value that two functions have in common only if they do the same; None if that cannot be said.
+
+    If ``differentiable``, their derivatives do the same too, for as long as the equations of both are there.
+    """
+    digest = _Digest(differentiable=differentiable)
     try:
         for var, value in (constants or {}).items():
             digest.define(var)
@@ -57,7 +67,8 @@ def fingerprint(
 class _Digest:
     """Writes words of everything it is shown; values that are compared as they are become numbers of a list."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, differentiable: bool) -> None:
+        self._differentiable = differentiable
         self.words: list[str] = []
         self._numbers: dict[Var, int] = {}
         self.others: dict[Any, int] = {}
@@ -86,8 +97,12 @@ class _Digest:
         for var in eqn.outvars:
             self.define(var)
         rule = called(eqn, CUSTOM_RULES)
+        if self._differentiable and kind_of(eqn) in CUSTOM_RULES | CHECKPOINTS:
+            self.words += [repr(value) if isinstance(value, _PLAIN) else str(id(value)) for value in eqn.params.values()]
         if rule is not None:  # its derivative has been taken, or nobody wants it
             self.value(rule)
+        elif kind_of(eqn) in CHECKPOINTS:  # likewise what is to be kept for it
+            self.value({name: value for name, value in eqn.params.items() if name != "policy"})
         elif kind_of(eqn) in CUSTOM_RULES:
             raise _UnknownError
         else:
@@ -135,7 +150,7 @@ class _Digest:
         self.words += [str(value.dtype), str(value.shape), hashlib.sha256(np.asarray(value).tobytes()).hexdigest()]
 
     def _other(self, value: Any) -> None:
-        if callable(value) and not isinstance(value, enum.Enum):
+        if callable(value) and not isinstance(value, (enum.Enum, Mesh)):
             raise _UnknownError
         try:
             self.words.append(f"#{self.others.setdefault(value, len(self.others))}")

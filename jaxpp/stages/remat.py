@@ -170,7 +170,9 @@ class Least(RematPolicy):
     def _looped(self, graph: Graph, eqns: Iterable[int], policy: Policy) -> list[Graph]:
         scans = {i: scan_of(graph.eqns[i]) for i in eqns}
         plain = {i: scan.body for i, scan in scans.items() if scan is not None and _is_plain(graph.eqns[i])}
-        changed = {i: with_body(graph.eqns[i], _checkpointed(body, policy, graph.env)) for i, body in plain.items()}
+        bodies = {id(body): body for body in plain.values()}  # loops over parts of a stack have one, which JAX differentiates once
+        made = {number: _checkpointed(body, policy, graph.env) for number, body in bodies.items()}
+        changed = {i: with_body(graph.eqns[i], made[id(body)]) for i, body in plain.items()}
         return [replace(graph, eqns=tuple(changed.get(i, eqn) for i, eqn in enumerate(graph.eqns)))] if changed else []
 
     def prepared(self, graph: Graph) -> Graph:

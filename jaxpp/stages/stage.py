@@ -25,7 +25,7 @@ from jaxpp.stages.estimate import CPU_RATES, Rates, seconds_of
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.floating import is_quantised
 from jaxpp.stages.graph import Graph, Piece, descendants, live, partition, trace
-from jaxpp.stages.jaxpr import CHEAP, LAYOUT, Atom, aval_of, calls_host, kind_of, shapes_of, variables
+from jaxpp.stages.jaxpr import CHEAP, LAYOUT, Atom, aval_of, calls_host, kind_of, module_path, shapes_of, variables
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import TracedLoss, cheap_values
@@ -127,6 +127,8 @@ class StageBuilder:
     crossing: Sequence[Var] = ()  # the values that cross between stages
     carried: tuple[tuple[int, ...], ...] = ()  # for each of them the stages that send its cotangent back
     made: Mapping[Var, int] = field(default_factory=dict)  # the stage that makes each of them
+    looped: dict[RematPolicy, list[Graph]] = field(default_factory=dict)  # the loss with its loops as a policy would have them
+    traced: dict[Hashable, Graph] = field(default_factory=dict)  # stages with their pullback, by what tells equal ones
 
     def build(self, stage: int, piece: Piece) -> StageCode:
         """The programs of the stage that runs ``piece``."""
@@ -181,9 +183,12 @@ class StageBuilder:
     def colored(self, stage: int, piece: Piece) -> "StagePrograms":
         """A stage's equations as its programs run them, loops checkpointed where that keeps less."""
         remat = self.options.remat[stage] if self.options.remat else RematPolicy()
-        body, graphs = self._slice(stage, piece), [self.loss.graph]
+        body, graph = self._slice(stage, piece), self.loss.graph
+        graphs = [graph]
         if self.options.train and self.loss.remat is None:
-            graphs += remat.loops(self.loss.graph, piece.eqns)
+            if remat not in self.looped:
+                self.looped[remat] = remat.loops(graph, range(len(graph.eqns)))
+            graphs += [each for each in self.looped[remat] if any(each.eqns[i] is not graph.eqns[i] for i in piece.eqns)]
         traces = [self._trace(body, graph) for graph in graphs]
         traces = [replace(traced, graph=remat.prepared(traced.graph)) for traced in traces]
 
@@ -209,12 +214,12 @@ class StageBuilder:
             self._differentiable(ref, var) and (ref.role == Role.PARAM or body.stage in self.carried[ref.index])
             for ref, var in zip(inputs, body.piece.inputs, strict=True)
         ]
-        gives: list[bool] = []
+        gives: list[int] = []  # how many stages send a cotangent of each result
         cotangents: list[Ref] = []
         shapes: list[jax.ShapeDtypeStruct] = []
         for ref, atom in outputs:
             peers = (-1,) if ref.role == Role.LOSS else self.carried[ref.index] if self._differentiable(ref, atom) else ()
-            gives.append(bool(peers))
+            gives.append(len(peers))
             cotangents += [Ref(Role.COTANGENT, ref.index, source=peer) for peer in peers]
             shapes += shapes_of([atom]) * len(peers)
 
@@ -231,11 +236,18 @@ class StageBuilder:
                 sums[number] = sums[number] + value if number in sums else value
             return (outs, rest), pullback(list(sums.values()))
 
-        graph, _ = trace(both, avals, shapes, opened=True, env=whole.env, rank=rank)
+        eqns, atoms = [whole.eqns[i] for i in body.piece.eqns], [atom for _, atom in outputs]
+        does = fingerprint(eqns, body.piece.inputs, atoms, differentiable=True)
+        alike = does and (does, *map(module_path, eqns), *wants, *gives, whole.env, rank)
+        graph = self.traced.get(alike)
+        if graph is None:
+            graph = with_one_hots(trace(both, avals, shapes, opened=True, env=whole.env, rank=rank)[0])
+            if alike is not None:
+                self.traced[alike] = graph
         differentiable, others = _divided(results, gives)
         returned = _divided(inputs, wants)[0]
         seeds = tuple(len(inputs) + k for k, ref in enumerate(cotangents) if ref.source < 0)
-        return TracedStage(with_one_hots(graph), (*inputs, *cotangents), (*differentiable, *others), tuple(returned), seeds)
+        return TracedStage(graph, (*inputs, *cotangents), (*differentiable, *others), tuple(returned), seeds)
 
     def _differentiable(self, ref: Ref, atom: Atom) -> bool:
         return ref.role == Role.LOSS or (ref.role in (Role.PARAM, Role.ACTIVATION) and atom in self.loss.carries)
@@ -542,7 +554,7 @@ def _reads(results: Sequence[Atom], added: _Added) -> list[Atom]:
     return [atom for k, result in enumerate(results) for atom in (added[k].reads if k in added else (result,))]
 
 
-def _divided(values: Sequence[_T], flags: Sequence[bool]) -> tuple[list[_T], list[_T]]:
+def _divided(values: Sequence[_T], flags: Sequence[int]) -> tuple[list[_T], list[_T]]:
     return list(itertools.compress(values, flags)), [value for value, flag in zip(values, flags, strict=True) if not flag]
 
 

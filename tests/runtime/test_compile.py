@@ -162,6 +162,12 @@ def _loop(length, factor):
     return lambda x: jax.lax.scan(lambda c, _: (c * factor, None), x, length=length)[0]
 
 
+def _kept(function):
+    """The gradient of a function that keeps what a policy says, which is another object each time."""
+    kept = jax.checkpoint(function, policy=lambda primitive, *_, **__: primitive.name == "sin")
+    return jax.grad(lambda x: kept(x).sum())
+
+
 _ONE = jnp.ones(3)
 _DIFFERENT = {
     "sin": (jnp.sin, _ONE),
@@ -178,6 +184,8 @@ _DIFFERENT = {
     "a loop": (_loop(3, 2.0), _ONE),
     "a longer loop": (_loop(4, 2.0), _ONE),
     "a loop with another body": (_loop(3, 3.0), _ONE),
+    "a checkpoint": (_kept(lambda x: jnp.sin(jnp.sin(x))), _ONE),
+    "another checkpoint": (_kept(lambda x: jnp.sin(jnp.cos(x))), _ONE),
     "random": (lambda key: jax.random.normal(key, (2,)), jax.random.key(0)),
     "random by another algorithm": (lambda key: jax.random.normal(key, (2,)), jax.random.key(0, impl="rbg")),
     "a precision": (lambda x: jnp.dot(x, x, precision="highest"), _ONE),
@@ -197,6 +205,26 @@ def test_what_cannot_be_compared_has_no_fingerprint():
     assert _fingerprint(lambda x: jax.pure_callback(np.sin, host, x), _ONE) is None
     assert _fingerprint(lambda x: (jax.debug.print("{}", x), x)[1], _ONE) is None
     assert _fingerprint(lambda x: x + np.ones(1 << 15, "f4"), jnp.ones(1 << 15)) is None
+
+
+@pytest.mark.parametrize("layout", [{}, {"data_parallel": 2}], ids=["alone", "replicas"])
+def test_a_pipeline_over_a_loop_that_is_built_again_lowers_nothing(monkeypatch, layout):
+    def build():
+        def loss_fn(params, batch):
+            layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None), policy=lambda *_, **__: False)
+            return jnp.mean(jax.lax.scan(layer, batch, params)[0] ** 2)
+
+        pipe = jaxpp.Pipeline(loss_fn, optax.adam(0.1), num_stages=2, num_microbatches=2, **layout)
+        state = pipe.init(jnp.ones((4, 3, 3)) / 3, jnp.ones((8, 3)))
+        return float(pipe.step(state, jnp.ones((8, 3)))[1].loss)
+
+    lowered, lower = [], compiling._lower
+    monkeypatch.setattr(compiling, "_lower", lambda job, given: [lowered.append(job.program.name), lower(job, given)][1])
+    first = build()
+    assert lowered
+    lowered.clear()
+    assert build() == first
+    assert lowered == []
 
 
 def test_programs_that_do_the_same_under_other_names_keep_their_names_in_a_trace():

@@ -15,6 +15,7 @@ from jaxpp.lowering.lower import lower
 from jaxpp.options import Options
 from jaxpp.runtime.hlo import read_kernels
 from jaxpp.schedule import Schedule
+from jaxpp.stages import stage
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.cuts.balance import balance, owners, resolve
 from jaxpp.stages.cuts.cut_loss import cut
@@ -456,3 +457,39 @@ def test_the_loss_gets_a_key_of_the_kind_that_was_given(kind):
     key = jax.eval_shape(lambda: jax.random.key(0, impl=kind))
     trace_loss(loss_fn, jnp.ones(4), jnp.ones((2, 4)), key, has_aux=False)
     assert set(seen) == {kind}
+
+
+def _tanh_by_vjp(factor):
+    """A function with a derivative of its own, in a ``jit``, which traces it once."""
+    function = jax.custom_vjp(lambda x: jnp.tanh(x))
+    function.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (factor * g * (1 - jnp.tanh(x) ** 2),))
+    return jax.jit(function)
+
+
+def _tanh_by_jvp(factor):
+    function = jax.custom_jvp(lambda x: jnp.tanh(x))
+    function.defjvp(lambda primals, tangents: (jnp.tanh(primals[0]), factor * tangents[0] * (1 - jnp.tanh(primals[0]) ** 2)))
+    return jax.jit(function)
+
+
+@pytest.mark.parametrize("tanh", [_tanh_by_vjp, _tanh_by_jvp])
+@pytest.mark.parametrize(("factors", "traces"), [((1, 1, 1, 1), 3), ((1, 1, 2, 1), 4)])
+def test_stages_that_are_alike_are_traced_once_and_those_with_another_derivative_are_not(monkeypatch, factors, traces, tanh):
+    of_factor = {factor: tanh(factor) for factor in set(factors)}
+
+    def loss_fn(params, batch):
+        for k, factor in enumerate(factors):
+            batch = of_factor[factor](batch @ params[f"w{k}"])
+        return (batch**2).mean()
+
+    keys = jax.random.split(jax.random.key(0), len(factors))
+    params, batch = (
+        {f"w{k}": jax.random.normal(key, (8, 8)) / 3 for k, key in enumerate(keys)},
+        jnp.linspace(-1, 1, 32).reshape(4, 8),
+    )
+    traced, tracing = [], stage.trace
+    monkeypatch.setattr(stage, "trace", lambda *args, **options: [traced.append(args), tracing(*args, **options)][1])
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=4, num_microbatches=2, cuts=["w1", "w2", "w3"])
+    state = pipe.init(params, batch)
+    assert len(traced) == traces
+    pipe.verify(state, batch)
