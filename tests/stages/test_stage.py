@@ -461,13 +461,13 @@ def test_the_loss_gets_a_key_of_the_kind_that_was_given(kind):
 
 def _tanh_by_vjp(factor):
     """A function with a derivative of its own, in a ``jit``, which traces it once."""
-    function = jax.custom_vjp(lambda x: jnp.tanh(x))
+    function = jax.custom_vjp(jnp.tanh)
     function.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (factor * g * (1 - jnp.tanh(x) ** 2),))
     return jax.jit(function)
 
 
 def _tanh_by_jvp(factor):
-    function = jax.custom_jvp(lambda x: jnp.tanh(x))
+    function = jax.custom_jvp(jnp.tanh)
     function.defjvp(lambda primals, tangents: (jnp.tanh(primals[0]), factor * tangents[0] * (1 - jnp.tanh(primals[0]) ** 2)))
     return jax.jit(function)
 
