@@ -204,7 +204,7 @@ class _Follower(Interpreter[_Axes]):
             for axes in arrays:
                 self.features.join(axis, axes[k])
             if any(sizes[axes[k]] != sizes[axis] for axes in arrays):
-                self.features.keep([axis])
+                self.features.keep([axis, *(axes[k] for axes in arrays)])  # a single element is not joined with what it is of
 
     def _but_along(self, eqn: JaxprEqn, values: list[_Axes], outs: list[_Axes]) -> None:
         """What works along one axis (a sort, a cumulative sum, parts put end to end), and leaves the others."""

@@ -146,6 +146,8 @@ KEPT = {
     ),
     "rows of features": (lambda x, up, down: jnp.tanh(x @ up).reshape(-1, 4, 2).reshape(-1, 8) @ down, MLP),
     "parts of features": (sliced, {}),
+    "one feature of them": (lambda x, up, down: (x @ up) @ down + (x @ up)[:, :1], {}),
+    "two features of them": (lambda x, up, down: (x @ up) @ down + jnp.tile((x @ up)[:, :2], 3), {}),
     "sorted features": (lambda x, up, down: jnp.sort(x @ up) @ down, {}),
     "features that add up": (lambda x, up, down: jnp.cumsum(x @ up, -1) @ down, {}),
     "features turned round": (lambda x, up, down: (x @ up)[:, ::-1] @ down, {}),
