@@ -86,11 +86,17 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes, *, evenly: bool = 
             specs = [_spec_of(rule, path, len(leaf.shape)) for rule, path, (_, leaf) in zip(flat, paths, leaves, strict=True)]
         else:
             rule, got = "a tree of shardings has one for each parameter", f"{len(flat)} leaves for {len(leaves)} parameters"
-            fix = 'pass such a tree, or a dictionary by path, for example {"*/fc": "column", "*/proj": "row"}'
+            fix = f"pass such a tree, {_rules_like(paths, [leaf for _, leaf in leaves])}"
             raise ArgumentError("shardings", rule, got, fix)
     specs = [axes.named(spec) for spec in specs]
     _check(specs, leaves, axes.sizes if evenly else {})
     return tuple(specs)
+
+
+def _rules_like(paths: Sequence[str], leaves: Sequence[Leaf]) -> str:
+    """What may be passed for these parameters, for the end of a sentence."""
+    wide = next((path for path, leaf in zip(paths, leaves, strict=True) if len(leaf.shape) > 1), paths[0] if paths else "*")
+    return f'a dictionary by path, such as {{"{wide}": "column"}}, or what jaxpp.propose_shardings(loss_fn, params, batch) returns'
 
 
 def _check_model(specs: Sequence[PartitionSpec], paths: Sequence[str], axes: RankAxes) -> None:
@@ -187,7 +193,8 @@ def _logical(rules: list[tuple[str, Tree]], params: Params) -> list[PartitionSpe
     if not names.intersection(name for name, _ in rules):
         rule = "logical axis rules map names that parameters give their axes"
         known = ", ".join(sorted(repr(name) for name in names if name is not None)) or "no names (of Flax's metadata)"
-        fix = 'map those names, or pass rules by path, for example {"*/fc": "column", "*/proj": "row"}'
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        fix = f"map those names, or pass {_rules_like([path_name(path) for path, _ in leaves], [leaf for _, leaf in leaves])}"
         got = f"rules for {', '.join(repr(name) for name, _ in rules) or 'nothing'}; the axes have {known}"
         raise ArgumentError("shardings", rule, got, fix)
     return jax.tree.leaves(spmd.logical_to_mesh(named, rules), is_leaf=_is_rule)

@@ -153,8 +153,9 @@ def _check_size(loss: TracedLoss, num_stages: int) -> None:
         reads = f"check that {'loss_fn' if loss.is_loss else 'fn'} reads its batch"
         where = f"num_stages={num_stages}"
         got = f"{num_stages} stage{'s' * (num_stages > 1)} and a {noun} that can be cut into {size} at most"
-        layers = sum(multiplies(loss.graph.eqns[i]) for i in loss.spine) or size
-        fix = f"pass num_stages={max(layers, 1)}{' or fewer' * (layers > 1)}, or {reads}" if num_stages > 1 else reads
+        products = sum(multiplies(loss.graph.eqns[i]) for i in loss.spine)
+        fewer = ", one for each matrix product, or fewer" if products > 1 else " or fewer" if not products and size > 1 else ""
+        fix = f"pass num_stages={max(products or size, 1)}{fewer}; or {reads}" if num_stages > 1 else reads
         raise CutError(where, f"each stage needs at least one equation of the {noun} that works on data", got, fix)
 
 
