@@ -738,7 +738,10 @@ class Trained:
         owns = bank and {task: bank.params(task) for task in "ab"}
         own_states = bank and {task: bank.opt_state(task) for task in "ab"}
         made: Given = {"params": state.params, "opt_state": state.opt_state, "own": owns, "own_states": own_states}
-        made |= {"states": state.model_state if case.get("state") else None, "previous": state.previous if case.get("delay") else None}
+        made |= {
+            "states": state.model_state if case.get("state") else None,
+            "previous": state.previous if case.get("delay") else None,
+        }
         return made | {"scale": state.loss_scale.scale if case.get("loss_scale") else None}
 
     def between(self, state: Any, number: int) -> Any:

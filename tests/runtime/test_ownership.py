@@ -158,7 +158,7 @@ def test_the_state_of_another_pipeline_is_consumed_whole_or_not_at_all(numbers):
 @pytest.mark.parametrize("num_devices", [1, 3])
 @pytest.mark.parametrize("stages", [1, 4])
 def test_a_state_with_unequal_slices_steps_in_a_pipeline_that_has_them_otherwise_and_stays(stages, num_devices):
-    # With one stage: `'Slices' object has no attribute 'addressable_shards'`. On one device all leaves but the slices were consumed.
+    # With one stage: `'Slices' object has no attribute 'addressable_shards'`. On one device all but the slices was consumed.
     made = [pipeline(looped, stages=count, devices=jax.devices()[:num_devices], balance="flops") for count in (3, stages)]
     states = [pipe.init(LAYERS, X) for pipe in made]
     wanted, _ = made[1].step(states[1], X)
