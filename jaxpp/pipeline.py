@@ -65,6 +65,17 @@ class _Newest:
         """Keep a state whose step is in flow."""
         self.state, self._in_flow = state, weakref.ref(tail)
 
+    @contextmanager
+    def given(self, state: State) -> Iterator[None]:
+        """A block that checks and brings a state, which is the newest then; also if Ctrl-C comes meanwhile, unless it is gone."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and isinstance(state, State) and not num_gone(state):
+                self.state = state
+            raise
+        self.state = state
+
     def end(self, but: Tail | None = None) -> None:
         """Hand over the rest of the last step, which takes over the state before it; unless it is the one that is named."""
         tail = None if self._in_flow is None else self._in_flow()
@@ -568,10 +579,10 @@ class Pipeline(Forward):
         check_flags("pipe.step", donate=donate)
         with self._newest.lock:  # of several threads that step one state, one does, and the others are told that it is consumed
             tail = tail_of(state, setup.engine) if donate else None
-            self._newest.end(but=tail)  # which may consume what this step is given
-            given, num_steps = tail or setup.states.unwrap(state, consumed=donate), steps_of(state)
+            with self._newest.given(state):
+                self._newest.end(but=tail)  # which may consume what this step is given
+                given, num_steps = tail or setup.states.unwrap(state, consumed=donate), steps_of(state)
             setup.detector.look()  # before anything is consumed: a warning may be an error
-            self._newest.state = state
             with Hold() as hold, jax.profiler.TraceAnnotation(STEP):
                 try:
                     outcome = setup.runner.step(task, given, batch, key, donate=donate, hold=hold.begin)

@@ -478,7 +478,8 @@ class States:
         placed, seen = to_homes(leaves, self._homes), set()
         own = {buffer for leaf in held for buffer in _buffers(leaf)}
         stays = [not own.isdisjoint(_buffers(leaf)) or not leaf.addressable_shards for leaf in placed]
-        copy = consumed and any(isinstance(leaf, jax.Array) and not here for leaf, here in zip(leaves, stays, strict=True))
+        moved = any(isinstance(leaf, jax.Array) and not here for leaf, here in zip(leaves, stays, strict=True))
+        copy = consumed and (moved or _regrouped(state, leaves))
         for k, leaf in enumerate(placed):
             buffers = _buffers(leaf)
             if (copy and stays[k]) or not seen.isdisjoint(buffers):  # one array in two places has a buffer for each to give up
@@ -562,6 +563,13 @@ def steps_of(state: State) -> int:
     return found
 
 
+def _regrouped(state: State, leaves: Sequence[Leaf]) -> bool:
+    """Whether slices of a state are none of the leaves that were made of it: they are put together, or divided otherwise."""
+    there = set(map(id, leaves))
+    nodes = [node for node in jax.tree.leaves(state.held, is_leaf=is_slices) if isinstance(node, Slices)]
+    return any(id(part) not in there for node in nodes for part in node.parts)
+
+
 def _buffers(leaf: Leaf) -> list[tuple[Device, int]]:
     """What tells whether two arrays share memory: the addresses of an array's shards; nothing for what is no device array."""
     if not isinstance(leaf, jax.Array):
@@ -573,7 +581,12 @@ def _buffers(leaf: Leaf) -> list[tuple[Device, int]]:
 
 def _parted(tree: Tree, nodes: Sequence[Leaf]) -> list[Leaf]:
     pairs = zip(jax.tree.leaves(tree, is_leaf=is_slices), nodes, strict=True)
-    return [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [leaf])]
+    return [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [_one(leaf)])]
+
+
+def _one(leaf: Leaf) -> Leaf:
+    """A leaf that is held as one array here, but maybe as slices where it comes from."""
+    return assembled(leaf) if is_slices(leaf) else leaf
 
 
 def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:

@@ -21,6 +21,7 @@ from jaxpp.runtime.compile import PlacedProgram
 from jaxpp.stages.graph import trace
 from jaxpp.stages.jaxpr import describe, user_line, variables
 from jaxpp.stages.program import Ref, Role
+from jaxpp.stages.stacked import on_host
 from jaxpp.types import Array
 
 _UNCHECKED = frozenset({Role.BATCH, Role.KEY, Role.SCALE, Role.STATIC, Role.CONSTANT, Role.RESIDUAL, Role.REPLICA})
@@ -110,7 +111,7 @@ class NanCheck:
         read = {*variables(graph.outputs), *(var for eqn in graph.eqns for var in variables(eqn.invars))}
         own = [not program.spans and job.place.per_replica(ref) for ref in program.inputs]
         for replica in range(job.place.num_replicas if any(own) else 1):
-            row = [np.asarray(arg)[replica] if mine else np.asarray(arg) for arg, mine in zip(args, own, strict=True)]
+            row = [on_host(arg)[replica] if mine else on_host(arg) for arg, mine in zip(args, own, strict=True)]
             values = dict(zip(graph.inputs, row, strict=True)) | dict(graph.constants)
             for i, (eqn, name) in enumerate(zip(graph.eqns, graph.names, strict=True)):
                 inputs, outputs = variables(eqn.invars), [var for var in eqn.outvars if var in read]

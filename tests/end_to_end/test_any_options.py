@@ -286,8 +286,8 @@ def signed(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def loss_of(case: Case, model: Model, kind: str) -> Callable[..., Any]:
-    """The loss, or the one that takes turns with it."""
+def loss_of(case: Case, model: Model, kind: str, watch: Callable[[Any], None] | None = None) -> Callable[..., Any]:
+    """The loss, or the one that takes turns with it; ``watch`` is called with the loss of each microbatch."""
     outputs = outputs_of(case, model)
 
     def loss_fn(params, *rest):
@@ -300,6 +300,8 @@ def loss_of(case: Case, model: Model, kind: str) -> Callable[..., Any]:
         else:
             mask = batch["mask"]
             loss = jnp.where(mask, losses, 0).sum() / mask.sum() if case.get("weight") else losses.mean()
+        if watch is not None:
+            jax.debug.callback(watch, loss)
         hits = (logits.argmax(-1) == batch["tokens"]).sum()
         aux = {"rows": logits.mean((1, 2)), "early": early.mean((0, 1)), "hits": hits} if has_aux(case, kind) else ()
         return (loss, (new, aux)) if case.get("state") else (loss, aux) if has_aux(case, kind) else loss
@@ -327,6 +329,11 @@ def trained_by(case: Case, params: Any, kind: str) -> set[str]:
         return set(names)
     mine = set(names[which::2])
     return mine if kind == "loss" else set(names) - mine
+
+
+def trains_sets(case: Case) -> bool:
+    """Whether the sets of a bank are trained."""
+    return case.get("trains") != 1
 
 
 def optimizer_of(case: Case, params: Any) -> Any:
@@ -383,6 +390,26 @@ def pieces_of(case: Case, batch: Any, kind: str = "loss") -> tuple[list[list[Any
     return pieces, given / given.sum()
 
 
+@dataclasses.dataclass(frozen=True)
+class Stand:
+    """What training has made of all that it changes."""
+
+    params: Any
+    before: Any  # the parameters before the last step
+    opt_state: Any
+    owns: Any  # of each task
+    own_states: Any
+    states: Any
+    scale: float = 1024.0
+    fine: int = 0  # steps since the scale was changed
+
+    def named(self, case: Case) -> Given:
+        """What there is of it to be compared."""
+        made: Given = {"params": self.params, "opt_state": self.opt_state, "own": self.owns, "own_states": self.own_states}
+        made |= {"states": self.states if case.get("state") else None, "previous": self.before if case.get("delay") else None}
+        return made | {"scale": np.float32(self.scale) if case.get("loss_scale") else None}
+
+
 class Plain:
     """What a case is to make, by a loop over microbatches with optax, on one device."""
 
@@ -416,10 +443,12 @@ class Plain:
             new = state._replace(inner_states=state.inner_states | {kind: new.inner_states[kind]})
         return filled(after, params), new
 
-    def gradients(self, kind: str, params: Any, owns: Any, states: Any, number: int, *, alike: bool = False) -> dict[str, Any]:
+    def gradients(
+        self, kind: str, params: Any, owns: Any, states: Any, number: int, *, alike: bool = False, batch: Any = None
+    ) -> dict[str, Any]:
         """The loss, aux, gradients and model state of a step; ``alike``: of another loss in the pipeline of the first."""
         case, found = self.case, list[Any]()
-        pieces, shares = pieces_of(case, batch_of(case, number), kind if self.counts else "other")
+        pieces, shares = pieces_of(case, batch_of(case, number) if batch is None else batch, kind if self.counts else "other")
         key, tasks, count = key_of(case, number), tasks_of(case, number), case.get("microbatches")
         after = []
         for r, own in enumerate(pieces):
@@ -466,33 +495,41 @@ class Plain:
             found.append(self.outputs(params, *rest))
         return np.concatenate(sorted_by(found, lambda k: k % count if case.get("pieces") else k))
 
-    def run(self, shake: float = 0.0, seed: int = 0) -> Given:
-        """All that training makes; with ``shake`` from parameters that differ in their last digits."""
-        case, model, made = self.case, self.model, collections.defaultdict[str, list[Any]](list)
+    def begun(self, shake: float = 0.0, seed: int = 0) -> Stand:
+        """Where training begins; with ``shake`` at parameters that differ in their last digits."""
         rng = np.random.default_rng(seed)
         turn = lambda leaf: (leaf * (1 + shake * rng.choice([-1, 1], leaf.shape))).astype(leaf.dtype)  # noqa: E731
-        params, own = parted(case, jax.tree.map(lambda leaf: turn(leaf) if shake and has_gradient(leaf) else leaf, model.params))
+        first = jax.tree.map(lambda leaf: turn(leaf) if shake and has_gradient(leaf) else leaf, self.model.params)
+        params, own = parted(self.case, first)
         owns = own and {"a": own, "b": jax.tree.map(lambda leaf: 1.25 * leaf, own)}
-        opt_state, own_states = self.init(floats_of(params)), owns and {task: self.bank_init(own) for task, own in owns.items()}
-        before, states, scale, fine = params, model.model_state, 1024.0, 0
+        own_states = owns and {task: self.bank_init(own) for task, own in owns.items()}
+        return Stand(params, params, self.init(floats_of(params)), owns, own_states, self.model.model_state)
+
+    def stepped(self, at: Stand, number: int) -> tuple[Stand, Given]:
+        """What a step makes, and its loss, aux and gradients."""
+        kind = kind_of(self.case, number)
+        found = self.gradients(kind, at.before if self.case.get("delay") else at.params, at.owns, at.states, number)
+        after, opt_state = self.update(at.params, found["grads"], at.opt_state, found["loss"], kind)
+        owns, own_states = at.owns and {**at.owns}, at.own_states and {**at.own_states}
+        for task, grads in found["own"].items() if trains_sets(self.case) else ():
+            owns[task], own_states[task] = self.bank_update(owns[task], grads, own_states[task])
+        scale, fine = (2 * at.scale, 0) if at.fine == 2 else (at.scale, at.fine + 1)
+        return Stand(after, at.params, opt_state, owns, own_states, found["states"], scale, fine), found
+
+    def run(self, shake: float = 0.0, seed: int = 0) -> Given:
+        """All that training makes; with ``shake`` from parameters that differ in their last digits."""
+        at, made = self.begun(shake, seed), collections.defaultdict[str, list[Any]](list)
         for number in range(STEPS):
-            kind = kind_of(case, number)
-            found = self.gradients(kind, before if case.get("delay") else params, owns, states, number)
+            before = at
+            at, found = self.stepped(at, number)
             if number == 0:
-                made |= self.at_first(found, params, owns, states)
-            after, opt_state = self.update(params, found["grads"], opt_state, found["loss"], kind)
-            before, params, states = params, after, found["states"]
-            for task, grads in found["own"].items():
-                owns[task], own_states[task] = self.bank_update(owns[task], grads, own_states[task])
+                made |= self.at_first(found, before.params, before.owns, before.states)
             made["losses"].append(found["loss"])
             made["aux"].append(found["aux"])
             made["norms"].append(optax.global_norm(found["grads"]))
-            scale, fine = (2 * scale, 0) if fine == 2 else (scale, fine + 1)
             if number == 1:
-                made |= self.between(params, owns, states, number)
-        made |= {"params": params, "opt_state": opt_state, "own": owns, "own_states": own_states}
-        made |= {"states": states if case.get("state") else None, "previous": before if case.get("delay") else None}
-        return dict(made) | {"scale": np.float32(scale) if case.get("loss_scale") else None}
+                made |= self.between(at.params, at.owns, at.states, number)
+        return dict(made) | at.named(self.case)
 
     def at_first(self, found: Given, params: Any, owns: Any, states: Any) -> Given:
         """What other front doors than a pipeline make of the first parameters and batch."""
@@ -592,7 +629,7 @@ def options_of(case: Case, model: Model, params: Any) -> Given:
     if case.get("aux"):
         options |= {"has_aux": True, "reduce_aux": {"early": case.get("aux"), "hits": "sum", "rows": "join"}}
     if case.get("trains") is not None:
-        options["trains"] = sorted(trained_by(case, params, "loss"))
+        options["trains"] = sorted(trained_by(case, params, "loss")) + ["task/*"] * (bool(case.get("bank")) and trains_sets(case))
     if kind := case.get("weight"):
         options["weight"] = weight if kind == "function" else kind
     if case.get("reduction"):
@@ -628,9 +665,9 @@ FRONT = set(inspect.signature(jaxpp.value_and_grad).parameters)
 class Trained:
     """What a case makes, by a pipeline."""
 
-    def __init__(self, case: Case, model: Model):
+    def __init__(self, case: Case, model: Model, watch: Callable[[Any], None] | None = None, *, begin: str = "init"):
         self.case, self.model, self.params = case, model, parted(case, model.params)
-        self.losses = {kind: loss_of(case, model, kind) for kind in ("loss", "other")}
+        self.losses = {kind: loss_of(case, model, kind, watch) for kind in ("loss", "other")}
         self.optimizer = optimizer_of(case, self.params[0])
         self.batches = [batch_of(case, number) for number in range(STEPS)]
         self.fn = signed(case, lambda *args: outputs_of(case, model)(*args)[0].mean(1))
@@ -639,7 +676,7 @@ class Trained:
             own = self.params[1]
             sets = own and {"a": own, "b": jax.tree.map(lambda leaf: 1.25 * leaf, own)}
             self.bank = sets and jaxpp.Bank(sets, bank_optimizer())
-            self.pipes, self.first = self.opened()
+            self.pipes, self.first = self.opened(begin)
             if case.at_front("value_and_grad"):
                 given = {name: value for name, value in options_of(case, model, self.params[0]).items() if name in FRONT}
                 self.drop_in = jaxpp.value_and_grad(self.losses["loss"], allow_int=True, **given)
@@ -650,8 +687,8 @@ class Trained:
                 self.forward = jaxpp.Forward(self.fn, **given | {"reduce_aux": "join"})
                 self.brought = self.forward.init(self.params[0], self.batches[0])
 
-    def opened(self) -> tuple[dict[str, Any], Callable[[], Any]]:
-        """A pipeline for each loss, and what makes the first state."""
+    def opened(self, begin: str = "init") -> tuple[dict[str, Any], Any]:
+        """A pipeline for each loss, and the first state, or its shapes if they begin with ``abstract_state``."""
         case, params = self.case, self.params[0]
         options = options_of(case, self.model, params)
         pipes = {"loss": jaxpp.Pipeline(self.losses["loss"], self.optimizer, bank=self.bank, **options)}
@@ -661,8 +698,10 @@ class Trained:
             pipes["other"] = pipes["loss"].other(self.losses["other"], **trains, **more)
         first = (params, self.model.model_state) if case.get("state") else params
         made = (lambda key: first, jax.random.key(0)) if case.get("init") else (first,)
-        state = pipes["loss"].init(*made, self.batches[0])
-        return pipes, state if "other" not in pipes else pipes["other"].init(state, self.batches[0])
+        state = getattr(pipes["loss"], begin)(*made, self.batches[0])
+        if "other" in pipes:
+            getattr(pipes["other"], begin)(state, self.batches[0])
+        return pipes, state
 
     def rest(self, number: int) -> tuple[Any, ...]:
         key = key_of(self.case, number)
@@ -691,14 +730,19 @@ class Trained:
             made["norms"].append(metrics.grad_norm)
         if unseen := list(self.unseen(state)):
             raise WrongError(f"an option has changed nothing, and nobody was told: {unseen}")
-        owns = self.bank and {task: self.bank.params(task) for task in "ab"}
-        own_states = self.bank and {task: self.bank.opt_state(task) for task in "ab"}
-        made |= {"params": state.params, "opt_state": state.opt_state, "own": owns, "own_states": own_states}
+        return dict(made) | self.named(state)
+
+    def named(self, state: Any) -> Given:
+        """What there is to be compared of a state and of the sets."""
+        case, bank = self.case, self.bank
+        owns = bank and {task: bank.params(task) for task in "ab"}
+        own_states = bank and {task: bank.opt_state(task) for task in "ab"}
+        made: Given = {"params": state.params, "opt_state": state.opt_state, "own": owns, "own_states": own_states}
         made |= {
             "states": state.model_state if case.get("state") else None,
             "previous": state.previous if case.get("delay") else None,
         }
-        return dict(made) | {"scale": state.loss_scale.scale if case.get("loss_scale") else None}
+        return made | {"scale": state.loss_scale.scale if case.get("loss_scale") else None}
 
     def between(self, state: Any, number: int) -> Any:
         """What is asked for between two steps, and the state to go on with."""
@@ -799,11 +843,11 @@ def differing(found: Given, wanted: Given, noise: dict[str, list[float]] | None 
     return lines
 
 
-def noise_of(plain: Plain, wanted: Given, eps: float) -> dict[str, list[float]]:
+def noise_of(run: Callable[[float, int], Given], wanted: Given, eps: float) -> dict[str, list[float]]:
     """How far rounding may move each leaf: several times what other last digits of the parameters do."""
     found = collections.defaultdict[str, list[float]](list)
     for seed in range(3):
-        shaken = plain.run(eps, seed)
+        shaken = run(eps, seed)
         for part, want in wanted.items():
             sizes = []
             for a, b in zip(numbers(shaken[part]), numbers(want), strict=True):
@@ -811,6 +855,12 @@ def noise_of(plain: Plain, wanted: Given, eps: float) -> dict[str, list[float]]:
                 sizes.append(8 * float(np.max(np.abs(a - b), initial=0, where=np.isfinite(a - b))) if is_float else 0.0)
             found[part] = [max(pair) for pair in zip(sizes, found[part] or sizes, strict=True)]
     return found
+
+
+def precision_of(model: Model) -> tuple[float, float]:
+    """The share of a leaf by which results may differ, and the rounding of a number."""
+    is_coarse = any(layer.kind is single for layer in model.layers)
+    return (1e-5, float(np.finfo("float32").eps)) if is_coarse else (1e-12, float(np.finfo("float64").eps))
 
 
 def judged(case: Case) -> str:
@@ -823,11 +873,10 @@ def judged(case: Case) -> str:
     wanted = plain.run()
     if case.get("optimizer") == "frozen" or case.get("trains") is not None or case.get("bank"):
         del wanted["norms"]  # of which some have no gradient, or another's
-    is_coarse = any(layer.kind is single for layer in model.layers)
-    digits, eps = (1e-5, np.finfo("float32").eps) if is_coarse else (1e-12, np.finfo("float64").eps)
+    digits, eps = precision_of(model)
     if not differing(found, wanted, digits=digits):
         return "equal"
-    noise = noise_of(plain, wanted, eps)
+    noise = noise_of(plain.run, wanted, eps)
     if lines := differing(found, wanted, noise, digits):
         raise WrongError("\n  ".join(["", *lines[:8], f"{len(lines)} leaves differ"]))
     return "equal but for rounding"

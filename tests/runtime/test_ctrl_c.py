@@ -32,6 +32,7 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 
 import jaxpp
+from jaxpp.engine import state as states
 from jaxpp.errors import ArgumentError, StateError
 from jaxpp.errors.tracebacks import entry
 from jaxpp.observe.profile import record
@@ -335,6 +336,23 @@ def test_an_interrupted_step_holds_no_activations(ctrl_c):
             gc.collect()
             assert sum(array.shape == (5, 6) for array in jax.live_arrays()) <= 2 * len(kept)  # what was just read or made
     assert len(kept) > 5
+
+
+def test_ctrl_c_while_a_step_brings_a_state_from_elsewhere_leaves_that_state_not_the_first(monkeypatch):
+    # pipe.state was what init had made, so whoever went on with it after a restored state had lost the training before.
+    pipe = pipeline()
+    restored = host(pipe.step(pipe.init(PARAMS, X), X)[0])
+    pipe.init(PARAMS, X)
+
+    def pressed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(states, "to_homes", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(restored, X)
+    assert pipe.state is restored
+    pipe.step(pipe.state, X)
 
 
 def test_ctrl_c_during_init_does_not_wait_for_what_is_not_compiled_yet(ctrl_c, monkeypatch):

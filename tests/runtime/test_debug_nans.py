@@ -101,6 +101,19 @@ def test_what_comes_in_as_nan_is_named():
         pipe.step(state, spoiled(np.asarray(X)))
 
 
+def test_it_is_found_beside_parameters_that_are_keys():
+    # The search read its programs' arguments with NumPy: `TypeError: JAX array with PRNGKey dtype cannot be converted`.
+    def loss(params, x):
+        noise = jax.random.normal(params["key"], (4,))
+        return loss_fn(params, jnp.log(x + noise))
+
+    pipe = pipeline(loss, optax.sgd(0.1))
+    state = pipe.init({**PARAMS, "key": jax.random.key(0)}, X)
+    with pytest.raises(NonFiniteError, match="the first is made by `log`"):
+        pipe.step(state, np.full_like(X, -9))
+    assert pipe.state is state
+
+
 def test_an_optimizer_that_makes_nan_is_named():
     def root(updates, state, params=None):
         return jax.tree.map(lambda leaf: jnp.sqrt(leaf - 9), updates), state

@@ -13,7 +13,7 @@ import pytest
 import jaxpp
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import StateError
-from tests.models import PARAMS, X, loss_fn, pipeline
+from tests.models import LAYERS, PARAMS, X, looped, loss_fn, pipeline
 
 LONG = pytest.mark.long
 
@@ -153,6 +153,19 @@ def test_the_state_of_another_pipeline_is_consumed_whole_or_not_at_all(numbers):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.held) if leaf.shape)  # a step count may be read everywhere
     with pytest.raises(StateError, match="or by the step of another pipeline"):
         _ = one.state
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_state_with_unequal_slices_steps_in_a_pipeline_that_has_them_otherwise_and_stays(stages, num_devices):
+    # With one stage: `'Slices' object has no attribute 'addressable_shards'`. On one device all but the slices was consumed.
+    made = [pipeline(looped, stages=count, devices=jax.devices()[:num_devices], balance="flops") for count in (3, stages)]
+    states = [pipe.init(LAYERS, X) for pipe in made]
+    wanted, _ = made[1].step(states[1], X)
+    new, _ = made[1].step(states[0], X)
+    chex.assert_trees_all_equal(host(new), host(wanted))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(states[0].held))
+    chex.assert_trees_all_equal(host(made[0].state.params), host(LAYERS))
 
 
 def test_one_buffer_under_two_names_is_given_up_once():
