@@ -317,7 +317,8 @@ def test_a_process_that_is_killed_ends_the_others_within_the_heartbeat_time():
         other, _ = processes.wait(40)
         assert time.monotonic() - begun < 20
     assert other.code != 0
-    assert "jaxpp: process 1 does not answer: killed" in other.errors or "Task 1 heartbeat timeout" in other.errors
+    by_jax = "Task 1 heartbeat timeout", "unhealthy (stopped sending heartbeats):\n1\n"  # whichever of its threads is first
+    assert any(said in other.errors for said in ("jaxpp: process 1 does not answer: killed", *by_jax))
 
 
 @pytest.mark.long
