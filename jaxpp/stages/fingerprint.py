@@ -150,7 +150,7 @@ class _Digest:
         self.words += [str(value.dtype), str(value.shape), hashlib.sha256(np.asarray(value).tobytes()).hexdigest()]
 
     def _other(self, value: Any) -> None:
-        if callable(value) and not isinstance(value, (enum.Enum, Mesh)):
+        if callable(value) and not isinstance(value, (enum.Enum, Mesh)):  # which can be called, and compared
             raise _UnknownError
         try:
             self.words.append(f"#{self.others.setdefault(value, len(self.others))}")
