@@ -8,7 +8,7 @@ import enum
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -36,12 +36,12 @@ class Name(NamedTuple):
 
 def waiting(name: Name) -> Name:
     """What a value is called while it is in host memory."""
-    return name._replace(ref=replace(name.ref, waits=True))
+    return name._replace(ref=name.ref._replace(waits=True))
 
 
 def here(name: Name) -> Name:
     """What a value is called while it is on its stage's devices."""
-    return name._replace(ref=replace(name.ref, waits=False)) if name.ref.waits else name
+    return name._replace(ref=name.ref._replace(waits=False)) if name.ref.waits else name
 
 
 @dataclass(frozen=True, eq=False)

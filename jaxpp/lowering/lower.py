@@ -356,7 +356,7 @@ class _Scattering:
         stage, _, i = action
         made = tuple(ref for ref in program.outputs if ref.role == Role.ADDEND)
         if made:
-            totals = tuple(replace(ref, role=Role.GRAD) for ref in made)
+            totals = tuple(ref._replace(role=Role.GRAD) for ref in made)
             avals = shapes_of(self._avals[stage][ref] for ref in totals)
             make = functools.partial(Program, _same, made, totals, avals, name=f"stage_{stage}_scatter")
             scatter = self._onto(stage, self._step.once(("scatter", stage, made), make))
@@ -365,7 +365,7 @@ class _Scattering:
 
     def _apart(self, program: Program) -> Program:
         """The program with a name for its own gradients."""
-        outputs = tuple(replace(ref, role=Role.ADDEND) if ref.role == Role.GRAD else ref for ref in program.outputs)
+        outputs = tuple(ref._replace(role=Role.ADDEND) if ref.role == Role.GRAD else ref for ref in program.outputs)
         return self._step.once(("apart", program), lambda: replace(program, outputs=outputs))
 
     def _onto(self, stage: int, program: Program) -> Program:
@@ -438,7 +438,7 @@ def _unpack(builder: Builder, step: Step, stage: int, packs: Sequence[Pack], *, 
 
     name, avals, unpack = f"stage_{stage}_unpack", tuple(pack.aval for pack in packs), ComparableFunction(split, ("unpack", *packs))
     program = step.once(("unpack", stage, packs), lambda: Program(unpack, vectors, members, avals, name=name))
-    names_out = [Name(stage, replace(ref, shared=shared)) for ref in members]
+    names_out = [Name(stage, ref._replace(shared=shared)) for ref in members]
     builder.compute(f"unpack stage {stage}", program, stage, [Name(stage, ref) for ref in vectors], names_out)
 
 
@@ -446,7 +446,7 @@ def _add_tied(builder: Builder, step: Step, home: int, sums: GradientSums) -> No
     back: dict[int, list[Name]] = {}
     for stage, grad in sums.coming_home:
         ref = step.sum_of(grad)
-        target = Name(home, replace(ref, source=stage))
+        target = Name(home, ref._replace(source=stage))
         path = step.cuts[0].loss.param_paths[ref.index]
         builder.send(f"send grad of {path} to stage {home}", Name(stage, ref), target)
         back.setdefault(ref.index, [Name(home, ref)]).append(target)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
@@ -217,7 +217,7 @@ class Step:
             code = self.cuts[variant].stages[stage]
             constants = {Ref(Role.CONSTANT, k): id(value) for k, value in enumerate(code.constants)}
             for ref in (*constants, *code.statics.outputs):
-                name, does = Name(stage, replace(ref, variant=variant)), constants.get(ref)
+                name, does = Name(stage, ref._replace(variant=variant)), constants.get(ref)
                 if ref in code.static_does:
                     made, inputs = code.static_does[ref]
                     does = made, tuple(constants.get(given, given) for given in inputs)
@@ -287,7 +287,7 @@ class Step:
 
     def sum_of(self, ref: Ref) -> Ref:
         """What a sum over microbatches is called, which replicas hold together if it is that of scattered gradients."""
-        return replace(ref, shared=True) if ref.role == Role.GRAD and ref.index in self.scattered else ref
+        return ref._replace(shared=True) if ref.role == Role.GRAD and ref.index in self.scattered else ref
 
     @property
     def packed_sums(self) -> dict[int, tuple[Name, Pack]]:

@@ -16,7 +16,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -224,7 +224,7 @@ def collectives_of(engine: Engine, batch: Batch, key: Key | None, num_other: int
     rows = tuple(ProgramCollective(name[0], runs[name], each) for name, collectives in found.items() for each in collectives)
     params = engine.layout.params
     pairs = zip(engine.placed.names.all_params, jax.tree.leaves(params), strict=True)
-    sizes = [engine.placement[name.stage].num_bytes(replace(name.ref, shared=False), aval) for name, aval in pairs]
+    sizes = [engine.placement[name.stage].num_bytes(name.ref._replace(shared=False), aval) for name, aval in pairs]
     own = sizes[len(jax.tree.leaves(params.shared)) :] if isinstance(params, Joint) else []
     share = sum(own) / sum(map(count_bytes, jax.tree.leaves(params.own))) if own else 1.0
     return Collectives(rows, sum(sizes) + round(share * num_other))

@@ -316,7 +316,7 @@ class _Writer:
 
     def _new(self, stage: int, k: int) -> Name:
         if k < len(self.old):
-            return Name(stage, replace(self.source[self.old[k]].ref, new=True))
+            return Name(stage, self.source[self.old[k]].ref._replace(new=True))
         return self._fresh(stage, self.update.graph.outputs[k])
 
     def _compute(self, part: UpdatePart, mine: Sequence[int]) -> list[Name]:

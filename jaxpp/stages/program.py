@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,7 @@ SHARED = LEAVES - {Role.STATE} | {Role.CONSTANT}  # the same on all replicas of 
 HELD_LIKE = {Role.PREVIOUS: Role.PARAM, Role.ADDEND: Role.PARAM, Role.GRAD: Role.PARAM}  # what devices hold as they hold the other
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(NamedTuple):
     """The name of a value inside one stage: its role, and its number among those of the role.
 
     ``shared``: what the replicas of a stage have together, though each has its own of the role (a summed gradient; a batch leaf
@@ -45,7 +45,7 @@ class Ref:
     """
 
     role: Role
-    index: int = 0
+    index: int = 0  # pyright: ignore[reportIncompatibleMethodOverride]  (a tuple's own, which nobody asks)
     source: int = -1  # the stage from which a cotangent comes, or the gradient of a tied parameter
     variant: int = -1  # of a constant or a static: for which of the sizes of microbatches it is made
     new: bool = False  # a parameter or a leaf of the optimizer as it is after the update
@@ -171,7 +171,7 @@ def packs_of(refs: Sequence[Ref], avals: Iterable[Aval], name: Ref, limit: int =
     packs = [pack for group in (*groups.values(), truths) for pack in _short(group) if len(pack) > 1]
     shapes = [tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in pack.values()) for pack in packs]
     numbered = zip(itertools.count(name.index - 1, -1), packs, shapes)
-    return tuple(Pack(replace(name, index=number), tuple(pack), avals) for number, pack, avals in numbered)
+    return tuple(Pack(name._replace(index=number), tuple(pack), avals) for number, pack, avals in numbered)
 
 
 def _short(group: Mapping[Ref, Aval]) -> list[dict[Ref, Aval]]:

@@ -37,8 +37,8 @@ def _before(name: Name) -> Iterator[Name]:
     """What a value may be the next version of: with ``delay``, a new parameter is that of the one before the last step."""
     ref = name.ref
     if ref.new:
-        yield name._replace(ref=replace(ref, new=False))
-        yield name._replace(ref=replace(ref, new=False, role=Role.PREVIOUS))
+        yield name._replace(ref=ref._replace(new=False))
+        yield name._replace(ref=ref._replace(new=False, role=Role.PREVIOUS))
     elif ref.role == Role.STATE:
         yield name._replace(microbatch=name.microbatch - 1)
 

@@ -58,7 +58,7 @@ def with_previous(lines: Sequence[Line], stale: Collection[int]) -> list[Line]:
 
 def as_previous(name: Name) -> Name:
     """What a parameter is called as it was before the last step."""
-    return name._replace(ref=replace(name.ref, role=Role.PREVIOUS))
+    return name._replace(ref=name.ref._replace(role=Role.PREVIOUS))
 
 
 def _places_in_flow(schedule: Schedule) -> dict[tuple[Action, bool], int]:
