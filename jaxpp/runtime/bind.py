@@ -5,7 +5,7 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -89,17 +89,21 @@ class Shapes:
     ):
         self._placement, self._leaves, self._chosen = placement, leaves, chosen
         self._taken = {name for line in lines for name in line.taken}
-        self._makers = {name: line for line in reversed(lines) for name in line.outputs}
+        self._makers = {name: (line, at) for line in reversed(lines) for at, name in enumerate(line.outputs)}
         self._known = dict(given)
+        self._sizes = dict[Hashable, int]()  # of values that differ in their microbatch or visit alone
 
     def __getitem__(self, name: Name) -> jax.ShapeDtypeStruct:
         return self._placement[name.stage].aval(name.ref, self._of_replica(name), self._chosen.get(name))
 
     def num_bytes(self, name: Name) -> int:
         """Bytes of a value on each device of its stage."""
-        if name.stage == CALLER:
-            return count_bytes(self._of_replica(name))
-        return self._placement[name.stage].num_bytes(name.ref, self._of_replica(name), self._chosen.get(name))
+        aval, sharding = self._of_replica(name), self._chosen.get(name)
+        alike = name.stage, name.ref, aval.shape, aval.dtype, sharding
+        if alike not in self._sizes:
+            caller = name.stage == CALLER
+            self._sizes[alike] = count_bytes(aval) if caller else self._placement[name.stage].num_bytes(name.ref, aval, sharding)
+        return self._sizes[alike]
 
     def _of_replica(self, name: Name) -> Aval:
         if name not in self._known:
@@ -109,8 +113,7 @@ class Shapes:
     def _found(self, name: Name) -> Aval:
         if (name.ref.role, name.ref.index) in self._leaves:
             return self._leaves[name.ref.role, name.ref.index]
-        line = self._makers[name]
-        at = line.outputs.index(name)
+        line, at = self._makers[name]
         if isinstance(line.call, GroupMean):
             return line.call.avals[at]
         if line.program is not None and not line.program.spans:
@@ -184,7 +187,7 @@ def bind_lines(draft: LineList, placement: Placement) -> Bound:
             arrived[place, home] = target
         for name in outputs:  # a value that changes is sent again
             sent.pop(name, None)
-        lines.append(BoundLine(**vars(dataclasses.replace(line, inputs=inputs, outputs=outputs)), place=place))
+        lines.append(BoundLine(**{**vars(line), "inputs": inputs, "outputs": outputs}, place=place))
     results = tuple(first_names.get(name, name) for name in draft.outputs)
     return Bound(tuple(lines), _read(lines, draft.constants), draft.inputs, results, placement=placement)
 

@@ -23,14 +23,16 @@ def donate(lines: LineListT, gives: Collection[Name]) -> LineListT:
         if line.program is None:
             return line.donated
         free = {name for name in replaced(line) if last[name] == number and name not in kept and (name in gives or name.visit >= 0)}
-        return tuple(k for k, name in enumerate(line.inputs) if name in line.outputs or name in free)
+        free.update(line.outputs)
+        return tuple(k for k, name in enumerate(line.inputs) if name in free)
 
     return replace(lines, lines=tuple(replace(line, donated=taken(number, line)) for number, line in enumerate(lines.lines)))
 
 
 def replaced(line: Line) -> set[Name]:
     """The values that a program reads and makes the next versions of."""
-    return {name for made in line.outputs for name in _before(made)}.intersection(line.inputs) if line.program else set()
+    before = {name for made in line.outputs for name in _before(made)} if line.program else set()
+    return before and before.intersection(line.inputs)
 
 
 def _before(name: Name) -> Iterator[Name]:

@@ -66,6 +66,8 @@ class _Value:
     """A value that visits: the lines that touch it, and where it is after those that have been written."""
 
     touches: dict[int, int] = field(default_factory=dict)  # the visit in which each line touches it, by the number of the line
+    ends: set[int] = field(default_factory=set)  # the last of the lines that touch it in a visit, but for the last visit
+    last: int = -1  # the last line that touches it
     copy: Name | None = None  # what it is called in host memory, if it is there unchanged
     since: int = -1  # the line behind which that copy is made
     visit: int = -1  # the last in which it is on its devices
@@ -92,6 +94,7 @@ class _Visits:
             self._values[name].copy = waiting(name)
         self._makers = dict[Name, Line]()  # of what each visit computes again
         self._lines = self._without_needless(draft.lines)
+        self._touches = list[tuple[list[Line], list[Name]]]()  # the programs that run again for each line, and what visits for it
         self._begins = dict[int, int]()  # the first line of each visit
         self._returns = dict[int, int]()  # and the one after its last forward
         self._ahead = dict[int, int]()  # the first line of the visit before it at its place, or the last program before it
@@ -138,16 +141,10 @@ class _Visits:
     def _all_are(self, role: Role, names: Sequence[Name]) -> bool:
         return role in self._roles and all(name.ref.role == role for name in names)
 
-    def _touched(self, line: Line) -> list[Name]:
-        """The values that a line touches, of those that visit; and those of which what it reads is computed."""
-        made_of = [name for maker in self._makers_of(line) for name in maker.inputs]
-        names = dict.fromkeys([*made_of, *line.inputs, *line.outputs])
-        return list(filter(self._visits, names))
-
     def _makers_of(self, line: Line) -> list[Line]:
         """The programs that make what a line reads and each visit computes again, in their order."""
-        mine = dict.fromkeys(self._makers[name] for name in line.inputs if name in self._makers)
-        return [each for maker in mine for each in (*self._makers_of(maker), maker)]
+        mine = {id(maker): maker for maker in map(self._makers.get, line.inputs) if maker is not None}
+        return [each for maker in mine.values() for each in (*self._makers_of(maker), maker)]
 
     def _visits(self, name: Name) -> bool:
         ref = name.ref
@@ -160,7 +157,11 @@ class _Visits:
             ahead = programs.get(place, number)
             if line.program is not None:
                 programs[place] = number
-            for name in self._touched(line):
+            makers = self._makers_of(line)
+            made_of = [name for maker in makers for name in maker.inputs]  # what it reads is computed of these
+            touched = list(filter(self._visits, dict.fromkeys([*made_of, *line.inputs, *line.outputs])))
+            self._touches.append((makers, touched))
+            for name in touched:
                 at = self._places[name.stage]
                 stage, visit = visits.get(at, (-1, -1))
                 if stage != name.stage:
@@ -169,18 +170,21 @@ class _Visits:
                     visit = following
                     if not line.is_send:  # what passes by ends no visit
                         visits[at] = name.stage, visit
-                self._values[name].touches[number] = visit
+                value = self._values[name]
+                if value.last >= 0 and value.touches[value.last] != visit:
+                    value.ends.add(value.last)
+                value.touches[number], value.last = visit, number
                 if line.action is not None and line.action.kind == Kind.F:
                     self._returns[visit] = number + 1
 
     def _visited(self, number: int, line: Line) -> Line:
         """The line with the names that its values have in their visits; notes what is copied and computed around it."""
-        touched = self._touched(line)
+        makers, touched = self._touches[number]
         named = {name: name._replace(visit=self._values[name].touches[number]) for name in touched}
         for name in touched:
             if name in line.inputs or name not in line.outputs:
                 self._bring_in(number, name, named[name])
-        for maker in self._makers_of(line):
+        for maker in makers:
             self._compute(number, maker, named)
         for name in touched:
             value = self._values[name]
@@ -204,9 +208,8 @@ class _Visits:
 
     def _is_wanted(self, number: int, name: Name) -> bool:
         """Whether this line is the last in its visit to touch a value that a later visit, or the caller, wants."""
-        touches = self._values[name].touches
-        following = next((visit for at, visit in touches.items() if at > number), None)
-        return name not in self._makers and (name in self._wanted if following is None else following != touches[number])
+        value = self._values[name]
+        return name not in self._makers and (name in self._wanted if number == value.last else number in value.ends)
 
     def _compute(self, number: int, maker: Line, named: Mapping[Name, Name]) -> None:
         """Run a program that depends on parameters alone, unless this visit has run it."""
