@@ -25,7 +25,7 @@ from jaxpp.engine.outcome import LoweredStep, Purpose
 from jaxpp.lowering.builder import CALLER, Flow, MemoryCopy, Name
 from jaxpp.lowering.plan import Plan
 from jaxpp.observe.evaluate import Parts, costs_of_plan
-from jaxpp.observe.memory.liveness import memory_kind, step_liveness
+from jaxpp.observe.memory.liveness import brought, memory_kind, step_liveness
 from jaxpp.observe.profile.record import flowing_plan
 from jaxpp.observe.profile.spans import line_times
 from jaxpp.options import Options
@@ -290,8 +290,8 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
     visits = None
     if visiting:
         rates = [[1 / rate(numbers[place]).links.host for place in placement.places] for rate in (lambda gpu: gpu, as_linked)]
-        brought = liveness.brought(schedule.num_stages)
-        costs, probable = (each.visited(brought, own) for each, own in zip((costs, probable), rates, strict=True))
+        brings = brought(engine, lowered)
+        costs, probable = (each.visited(brings, own) for each, own in zip((costs, probable), rates, strict=True))
         visits = _visits_of(lines, work.alone, sizes, added)
     return StepBound(
         schedule,
@@ -358,9 +358,8 @@ def estimated_costs(engine: Engine, batch: Batch, key: Key | None, options: Opti
     handed = dict.fromkeys(costs.actions, (_DRIVEN,) * num_stages)
     costs = dataclasses.replace(costs, dispatch=handed, offload_dispatch=(_DRIVEN,) * num_stages, after=tuple(after))
     if options.waiting:
-        liveness = step_liveness(engine, engine.lower("update", batch, key))
         rates = [1 / as_linked(cast("GPU", target_of(place.devices[0]))).links.host for place in placement.places]
-        costs = costs.visited(liveness.brought(num_stages), rates)
+        costs = costs.visited(brought(engine, engine.lower("update", batch, key)), rates)
     return costs
 
 

@@ -38,7 +38,7 @@ from jaxpp.lowering.step import Leaves
 from jaxpp.observe.bound import bound_of, estimated_costs
 from jaxpp.observe.evaluate import costs_of_plan, step_seconds
 from jaxpp.observe.memory.forecast import Forecast, forecast, room_of
-from jaxpp.observe.memory.liveness import Needs, estimated_liveness, liveness_of_all, program_needs, step_liveness
+from jaxpp.observe.memory.liveness import Needs, brought, estimated_liveness, liveness_of_all, program_needs
 from jaxpp.observe.profile.record import AllProcesses, Seen, SeenStep, Stamps, Steps, run_once
 from jaxpp.observe.profile.spans import durations_of
 from jaxpp.options import Options
@@ -246,7 +246,9 @@ class Devices:
         return self._made
 
     def _plain(self, family: Family) -> Candidate:
-        return Candidate(plain_schedule(family, self._num_ranks(family)), family.remat, family.balance, family.replicas)
+        visits = not self._compiles and self._options.get("host") == "params"
+        schedule = plain_schedule(family, self._num_ranks(family), visits=visits)
+        return Candidate(schedule, family.remat, family.balance, family.replicas)
 
     def _family(self, family: Family) -> tuple["_Steps", Needs]:
         options = self._options_of(self._plain(family))
@@ -298,8 +300,8 @@ class Devices:
             seconds, handed = copy_times(steps.cut, engine.placement.places)
             costs = dataclasses.replace(costs, offload=tuple(seconds), offload_dispatch=tuple(handed))
         if engine.options.waiting:
-            brought = step_liveness(engine, engine.lower("update", self._batch, steps.key)).brought(family.num_stages)
-            costs = costs.visited(brought, host_times(engine.placement.places))
+            brings = brought(engine, engine.lower("update", self._batch, steps.key))
+            costs = costs.visited(brings, host_times(engine.placement.places))
         places = engine.placement.by_rank
         on_cores = places[0].devices[0].platform == "cpu"  # which devices share with one another and with whatever else runs there
         if self._pace.reference is not None or not on_cores:
@@ -438,14 +440,14 @@ class _Pace:
         return 1.0 if self.reference is None else self.reference.timed() / self.usual
 
 
-def plain_schedule(family: Family, num_ranks: int) -> Schedule:
-    """A schedule that holds few residuals, on as many ranks as the candidates of the family have."""
+def plain_schedule(family: Family, num_ranks: int, *, visits: bool = False) -> Schedule:
+    """A schedule that holds few residuals, on as many ranks as the candidates of the family have; or has few ``visits``."""
     stages, microbatches = family.num_stages, family.num_microbatches
     per_rank, rest = divmod(stages, num_ranks)
     if per_rank == 2 and not rest and family.splits:
         return make("zb-v", num_ranks, microbatches)
     if per_rank > 1 and not rest and not family.splits:
-        name = "interleaved" if SCHEDULES["interleaved"].allows(num_ranks, microbatches) else "looped-bfs"
+        name = "interleaved" if not visits and SCHEDULES["interleaved"].allows(num_ranks, microbatches) else "looped-bfs"
         return make(name, num_ranks, microbatches, per_rank)
     return make("zb-h1" if family.splits else "1f1b", stages, microbatches)
 

@@ -158,17 +158,6 @@ class Liveness:
                 most[device] = max(before, own, key=sum)
         return most
 
-    def brought(self, num_stages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The bytes that a turn of each stage copies from host memory: of its parameters; and in its last turn of the rest."""
-        sizes = {life.name: life.num_bytes for life in self.lives}
-        params, rest = ([Counter[int]() for _ in range(num_stages)] for _ in range(2))  # of each stage by the number of the visit
-        for line in self.lines:
-            for name in line.outputs if line.copies == MemoryCopy.TO_DEVICE and line.action is None else ():
-                own = params if name.ref.role == Role.PARAM else rest
-                own[name.stage][name.visit] += sizes[name]
-        most, last = (tuple(max(visits.values(), default=0) for visits in own) for own in (params, rest))
-        return most, last
-
     def alive(self, device: Device, moment: int) -> list[Life]:
         """What a device holds at a moment."""
         return [life for life in self.lives if life.device == device and life.begins <= moment <= life.ends]
@@ -180,6 +169,18 @@ def step_liveness(
     """What is alive during a step that takes over its state's buffers; what the caller has in its ``homes`` is not copied there."""
     shapes = step_shapes(engine, lowered)
     return line_liveness(lowered.bound, shapes, homes, engine.programs if compiled else None)
+
+
+def brought(engine: Engine, lowered: LoweredStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The bytes that a turn of each stage copies from host memory: of its parameters; and in its last turn of the rest."""
+    shapes = step_shapes(engine, lowered)
+    params, rest = ([Counter[int]() for _ in engine.placement.places] for _ in range(2))  # of each stage by the number of the visit
+    for line in lowered.bound.lines:
+        for name in line.outputs if line.copies == MemoryCopy.TO_DEVICE and line.action is None else ():
+            own = params if name.ref.role == Role.PARAM else rest
+            own[name.stage][name.visit] += shapes.num_bytes(name)
+    most, last = (tuple(max(visits.values(), default=0) for visits in own) for own in (params, rest))
+    return most, last
 
 
 def step_shapes(engine: Engine, lowered: LoweredStep) -> Shapes:
