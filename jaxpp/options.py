@@ -82,6 +82,7 @@ class Options:
     devices_warning: DevicesWarning | None = None  # what to tell the user of devices that nobody named
     counts_microbatches: bool = False  # whether jaxpp chose num_microbatches, as nobody said it
     made_to_measure: bool = False  # whether the schedule is yet to be found for what the stages will take: schedule="auto"
+    examined: bool = True  # whether it is asked what microbatches make of the loss; nobody reads that where nothing will run
     axes: RankAxes = ONE_DEVICE  # of a rank, which functions may name
     by_list: bool = False  # whether devices were listed, those of a rank of several in a list of its own; else there is a mesh
     allow_int: bool = True  # whether parameters may have leaves of types without a gradient, which are frozen

@@ -7,9 +7,11 @@ have the bound, the prediction and the bytes of their own programs.
 """
 
 import dataclasses
+import gc
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple, cast
@@ -58,6 +60,7 @@ _VISITS = (((4,), (2,)), ((8,), (8,)))  # stages a rank and microbatches, in ran
 _FAMILIES = 2  # of each layout, and each way to save memory, that are traced
 _SHOWN = 10  # rows of a table
 _PER_HOST = 8
+_OBJECTS = 20_000  # that Python makes before it looks for cycles, all the more seldom through all that it has
 _PATIENCE = 1  # seconds before a progress bar shows
 _OF_LOSS = "has_state", "has_aux", "broadcast"  # options that say what a loss is
 _DAY, _HOUR = 86_400.0, 3_600.0
@@ -418,7 +421,8 @@ def plan(  # noqa: PLR0913  (the options of the front door)
     what = "tokens" if per_step > planner.num_examples else "examples"
     steps = None if tokens is None else float(tokens) / per_step
     planner = planner.sized([layout for layout, _ in layouts])
-    outcomes = _searched_all(planner, [layout for layout, _ in layouts])
+    with _cycles_sought_seldom():
+        outcomes = _searched_all(planner, [layout for layout, _ in layouts])
     found = [
         dataclasses.replace(each, dollars=dollars, steps=steps, per_step=per_step, given=planner.options)
         for each, (_, dollars) in zip(outcomes, layouts, strict=True)
@@ -459,6 +463,17 @@ def _checked(
         () if schedules is None else schedules_of("jaxpp.plan", schedules),
         () if num_microbatches is None else counts_of("jaxpp.plan", "num_microbatches", num_microbatches),
     )
+
+
+@contextmanager
+def _cycles_sought_seldom() -> Iterator[None]:
+    """Meanwhile Python seeks garbage in cycles seldom: to look at so many equations again and again is a sixth of a plan's time."""
+    usual = gc.get_threshold()
+    gc.set_threshold(usual[0] and max(usual[0], _OBJECTS), *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 def _searched_all(planner: "_Planner", layouts: Sequence[GPUMesh]) -> list[PlanRow | JaxppError]:

@@ -94,6 +94,7 @@ class TracedOptimizer:
         self._loss = jax.ShapeDtypeStruct((), scale_dtype()) if loss is None else loss
         leaves, self._tree = jax.tree.flatten(assembled_shapes(params))
         self._leaves = shapes_of(leaves)
+        self._held = dict[Slicing, HeldOptimizer]()
 
     def reading(self, loss: Aval) -> "TracedOptimizer":
         """The same whose update reads the value of such a loss."""
@@ -235,6 +236,11 @@ class TracedOptimizer:
 
     def held(self, slicing: Slicing) -> HeldOptimizer:
         """The optimizer over parameters that are held so."""
+        if slicing not in self._held:
+            self._held[slicing] = self._holding(slicing)
+        return self._held[slicing]
+
+    def _holding(self, slicing: Slicing) -> HeldOptimizer:
         traced, leaves, graph = self._traced, self._leaves, self._traced.graph
         if not slicing.any:
             run = graph.function(range(len(graph.eqns)), [*graph.inputs, *graph.constants], graph.outputs)

@@ -217,8 +217,10 @@ class Devices:
     def _options_of(self, candidate: Candidate) -> Options:
         given = {**candidate.options, "schedule": candidate.schedule, **self._options}
         if self._mesh is None:
-            return Options.of(self._loss_fn, devices=self._devices, **given)
-        return Options.of(self._loss_fn, mesh=mesh_of_ranks(self._mesh, candidate.schedule.num_ranks, self._axes), **given)
+            options = Options.of(self._loss_fn, devices=self._devices, **given)
+        else:
+            options = Options.of(self._loss_fn, mesh=mesh_of_ranks(self._mesh, candidate.schedule.num_ranks, self._axes), **given)
+        return dataclasses.replace(options, examined=self._compiles)
 
     def _num_ranks(self, family: Family) -> int:
         """As many as there can be."""
