@@ -1,5 +1,6 @@
 """``jaxpp.plan`` on GPUs that are not there: what it finds is what the pipelines themselves say."""
 
+import dataclasses
 import gc
 import weakref
 
@@ -219,3 +220,44 @@ def test_an_error_of_the_loss_ends_the_search_at_once():
 def test_parameters_that_are_to_wait_in_host_memory_visit_seldom():
     found = jaxpp.plan(loss_fn, optax.adamw(1e-3), init, tokens, gpus="2xh100", num_compiled=0, host="params")
     assert {(row.candidate.schedule.name, row.candidate.stages_per_rank) for row in found.rows} == {("looped-bfs", 4)}
+
+
+def _small(**options):
+    """A plan of a small loss with rows, a mean and a sum beside it."""
+
+    def small(params, batch):
+        hidden = jnp.tanh(batch @ params["a"])
+        loss = jnp.mean((hidden @ params["b"]) ** 2)
+        return loss, {"rows": hidden, "mean": hidden.mean(), "total": hidden.sum()}
+
+    shapes = {"a": jax.ShapeDtypeStruct((64, 256), "float32"), "b": jax.ShapeDtypeStruct((256, 64), "float32")}
+    batch = jax.ShapeDtypeStruct((64, 64), "float32")
+    return jaxpp.plan(small, optax.adam(1e-3), shapes, batch, gpus="2xh100", num_compiled=0, has_aux=True, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"weight": "auto"}, {"weight": lambda batch: batch.shape[0]}])
+def test_what_microbatches_make_of_a_loss_changes_no_row(options, monkeypatch):
+    own, options_of = _small(**options), Devices._options_of
+    monkeypatch.setattr(Devices, "_options_of", lambda *given: dataclasses.replace(options_of(*given), examined=True))
+    asked = _small(**options)
+    for row, other in zip(own.rows, asked.rows, strict=True):
+        assert (row.layout, row.candidate, row.seconds) == (other.layout, other.candidate, other.seconds)
+        assert row.peaks == pytest.approx(other.peaks, rel=1e-3)
+
+
+def test_python_looks_for_cycles_as_before_a_plan():
+    usual = gc.get_threshold()
+    seen = []
+
+    def raising(params, batch):
+        seen.append(gc.get_threshold())
+        raise ValueError("of the model")
+
+    gc.set_threshold(701, 11, 12)
+    try:
+        with pytest.raises(ValueError, match="of the model"):
+            jaxpp.plan(raising, optax.sgd(0.1), {"w": np.ones(2)}, np.ones((8, 2)), gpus="2xh100", num_compiled=0)
+        assert seen == [(20_000, 11, 12)]
+        assert gc.get_threshold() == (701, 11, 12)
+    finally:
+        gc.set_threshold(*usual)
