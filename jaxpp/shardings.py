@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.sharding import PartitionSpec
 
 from jaxpp.engine.init_arguments import InitArguments, check_order, refuse_containers, variables_of, with_inputs
@@ -28,6 +28,7 @@ from jaxpp.schedule.validate import is_count
 from jaxpp.stages.axes import MODEL, axis_names
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.estimate import Rates, seconds_of
+from jaxpp.stages.graph import Graph
 from jaxpp.stages.interpreter import Interpreter
 from jaxpp.stages.jaxpr import (
     ALONG,
@@ -120,9 +121,9 @@ class _Follower(Interpreter[_Axes]):
         self.seconds, self.works = dict[int, float](), list[_Work]()
 
     @classmethod
-    def along(cls, loss: TracedLoss, rates: Rates | None = None) -> "_Follower":
-        """What there is to know of a loss; with ``rates`` also what its equations take."""
-        found, graph = cls(), loss.graph
+    def along(cls, graph: Graph, rates: Rates | None = None) -> "_Follower":
+        """What there is to know of the equations of a function; with ``rates`` also what they take."""
+        found = cls()
         found.rates = rates
         found.weigh(graph.eqns, graph.outputs)
         found.values = {var: found.features.new(aval_of(var).shape) for var in graph.inputs}
@@ -130,6 +131,15 @@ class _Follower(Interpreter[_Axes]):
         for found.equation, eqn in enumerate(graph.eqns):
             found.step(eqn)
         return found
+
+    def sharded(self, inputs: Iterable[Var], specs: Iterable[PartitionSpec]) -> set[int]:
+        """The feature axes that are sharded where these inputs are."""
+        return {
+            self.features.root(axis)
+            for var, spec in zip(inputs, specs, strict=True)
+            for axis, entry in zip(self.values[var], spec, strict=False)
+            if MODEL in axis_names(entry)
+        }
 
     def weigh(self, eqns: Sequence[JaxprEqn], results: Sequence[Atom]) -> None:
         """Keep what equations take."""
@@ -176,13 +186,18 @@ class _Follower(Interpreter[_Axes]):
             _FORMS[kind](self, eqn, values, outs)
         elif attention_sizes(eqn) is not None:
             heads = axes_of_attention(eqn)[1]
-            self._along(eqn, [*values[:3], *outs[:1]], {0, heads})
-            self.features.keep(axis for axes in (*values[3:], *outs[1:]) for axis in axes)
+            sizes = [self._sizes(axes) for axes in values[:3]]
+            others = [axes for axes in (*values[3:], *outs) if self._sizes(axes) in sizes]  # the result, and what is a gradient
+            self._along(eqn, [*values[:3], *others], {0, heads})
+            self.features.keep(axis for axes in (*values[3:], *outs) if axes not in others for axis in axes)
         elif kind not in _NEW:
             self.features.keep(axis for axes in (*values, *outs) for axis in axes)
         if self.seconds.get(id(eqn)):
             self.works.append(_Work(self.equation, self.times * self.seconds[id(eqn)], tuple(itertools.chain(*values, *outs))))
         return outs
+
+    def _sizes(self, axes: _Axes) -> list[int]:
+        return [self.features.sizes[axis] for axis in axes]
 
     # ------------------------------------------------------------------------------------------------ kinds of equations
 
@@ -337,7 +352,7 @@ def _candidates(found: _Follower, width: int) -> list[_Candidate]:
 
 def proposed(loss: TracedLoss, width: int) -> dict[str, PartitionSpec]:
     """The shardings of a traced loss, as ``propose_shardings`` gives them."""
-    found, graph = _Follower.along(loss), loss.graph
+    found, graph = _Follower.along(loss.graph), loss.graph
     params = set(loss.params)
     ends = [found.values[var] for var in graph.inputs if var not in params]
     ends += [found.read(atom) for atom in graph.outputs]
@@ -366,14 +381,9 @@ def shared_stages(
     loss: TracedLoss, specs: Sequence[PartitionSpec], cuts: Sequence[int], rates: Rates, width: int
 ) -> list[SharedStage]:
     """What so many devices that share each stage exchange, and what they do; ``specs`` are those of the parameters."""
-    found = _Follower.along(loss, rates)
+    found = _Follower.along(loss.graph, rates)
     root, count = found.features.root, len(cuts) + 1
-    sharded = {
-        root(axis)
-        for var, spec in zip(loss.params, specs, strict=True)
-        for axis, entry in zip(found.values[var], spec, strict=False)
-        if MODEL in axis_names(entry)
-    }
+    sharded = found.sharded(loss.params, specs)
 
     def stage_of(number: int) -> int:
         return bisect.bisect_right(cuts, bisect.bisect_right(loss.spine, number) - 1)
@@ -388,6 +398,19 @@ def shared_stages(
     return [
         SharedStage(size, own / all_of_it if all_of_it else 1.0) for size, own, all_of_it in zip(sums, done, whole, strict=True)
     ]
+
+
+def sharded_axes(graph: Graph, specs: Sequence[PartitionSpec], width: int) -> Callable[[Atom], PartitionSpec]:
+    """How each value of a function is sharded over so many devices, likely, if its inputs are sharded so."""
+    found = _Follower.along(graph)
+    sharded, root, sizes = found.sharded(graph.inputs, specs), found.features.root, found.features.sizes
+
+    def spec_of(atom: Atom) -> PartitionSpec:
+        axes = () if isinstance(atom, Literal) else found.values.get(atom, ())  # what is in a kernel has none
+        at = next((k for k, axis in enumerate(axes) if root(axis) in sharded and sizes[axis] % width == 0), None)
+        return PartitionSpec() if at is None else PartitionSpec(*[None] * at, MODEL)
+
+    return spec_of
 
 
 @entry

@@ -207,8 +207,10 @@ def _computed_in(eqn: JaxprEqn) -> tuple[str, int]:
     return known.get(dtype.itemsize, "float16" if dtype == jnp.float16 else "bfloat16"), 1
 
 
-def temporary_bytes(eqns: Sequence[JaxprEqn], results: Sequence[Atom]) -> int:
+def temporary_bytes(eqns: Sequence[JaxprEqn], results: Sequence[Atom], share: Callable[[Var], int] = lambda _: 1) -> int:
     """Bytes that a program which returns ``results`` likely needs at once besides its arguments and results.
+
+    ``share`` says into how many parts devices divide a value.
 
     Elementwise equations are taken to be fused into what reads them, and to take over the buffer of an operand that nobody reads
     any more; a value of which they make a result is in that result's buffer. Programs that split products over many blocks, or
@@ -229,11 +231,11 @@ def temporary_bytes(eqns: Sequence[JaxprEqn], results: Sequence[Atom]) -> int:
         behind.update((out, read) for out in eqn.outvars if out not in written)
     alive, most = dict[Var, int](), 0
     for k, eqn in enumerate(working):
-        inside = max((temporary_bytes(body.eqns, body.outvars) for body in inner_jaxprs(eqn)), default=0)
+        inside = max((temporary_bytes(body.eqns, body.outvars, share) for body in inner_jaxprs(eqn)), default=0)
         gone = [var for var in alive if last[var] == k]
         for out in eqn.outvars:
             if out in written and out in last and out not in kept and out not in homes:
-                size = count_bytes(aval_of(out))
+                size = count_bytes(aval_of(out)) // share(out)
                 over = next((var for var in gone if alive.get(var) == size), None) if _fuses(eqn) else None
                 if over is not None:
                     del alive[over]

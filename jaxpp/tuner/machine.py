@@ -38,7 +38,7 @@ from jaxpp.lowering.step import Leaves
 from jaxpp.observe.bound import bound_of, estimated_costs
 from jaxpp.observe.evaluate import costs_of_plan, step_seconds
 from jaxpp.observe.memory.forecast import Forecast, forecast, room_of
-from jaxpp.observe.memory.liveness import Needs, brought, estimated_liveness, liveness_of_all, program_needs
+from jaxpp.observe.memory.liveness import Estimates, Needs, brought, estimated_liveness, liveness_of_all, program_needs
 from jaxpp.observe.profile.record import AllProcesses, Seen, SeenStep, Stamps, Steps, run_once
 from jaxpp.observe.profile.spans import durations_of
 from jaxpp.options import Options
@@ -95,7 +95,7 @@ class Devices:
         keep: bool | str | os.PathLike[str] = True,
         compiles: bool = True,
     ):
-        self._compiles, self._needs = compiles, Needs()
+        self._compiles, self._estimates = compiles, Estimates()
         self._loss_fn, self._optimizer, self._made, self._batch = loss_fn, optimizer, init_or_params, batch
         self._key = jax.random.key(0) if key is None else key
         self._devices, self._options = tuple(jax.devices() if devices is None else devices), dict(options or {})
@@ -257,7 +257,7 @@ class Devices:
         name = family, (options.shard, options.host)
         if name not in self._families:
             steps = self._opened(family, options)
-            needs = program_needs(steps.engine, self._batch, steps.key) if self._compiles else self._needs
+            needs = program_needs(steps.engine, self._batch, steps.key) if self._compiles else Needs()
             self._families[name] = steps, needs
         return self._families[name]
 
@@ -278,7 +278,7 @@ class Devices:
 
     def _peaks_of(self, steps: "_Steps", family: Family) -> tuple[int, ...]:
         if not self._compiles:
-            liveness = estimated_liveness(steps.engine, self._batch, steps.key, self._needs)
+            liveness = estimated_liveness(steps.engine, self._batch, steps.key, self._estimates)
             return tuple(liveness.most(place.shown) for place in steps.engine.placement.by_rank)
         shards = steps.engine.placement.num_shards > 1  # how residuals are sharded only the candidate's own programs say
         liveness = liveness_of_all(steps.engine, self._batch, steps.key, known=None if shards else self._family(family)[1])

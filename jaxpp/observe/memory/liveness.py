@@ -10,29 +10,33 @@ import dataclasses
 import itertools
 import json
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Int
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import LoweredStep, Purpose
+from jaxpp.engine.sharding_rules import over_model
 from jaxpp.lowering.builder import CALLER, MemoryCopy, Name
 from jaxpp.runtime.bind import Bound, BoundLine, Shapes, compile_lines
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.place import Place, Placement
 from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.schedule.action import Action, Kind
+from jaxpp.shardings import sharded_axes
 from jaxpp.stages.estimate import temporary_bytes
 from jaxpp.stages.graph import trace
-from jaxpp.stages.program import Role
+from jaxpp.stages.program import Program, Role
 from jaxpp.types import Aval, Batch, Device, Tree
 
 Needs = dict[Hashable, int]  # bytes that programs need while they run, besides their arguments and results
+Estimates = dict[Hashable, tuple[int, tuple[PartitionSpec, ...]]]  # the same, likely, and how their results are sharded
 
 # What bytes on a device are for. Statics: what a step computes from parameters alone (casts), and arrays the loss closed over.
 # Messages: activations and cotangents that were sent and are not used yet. Carries: the caches of the sequences of a generation.
@@ -230,25 +234,49 @@ def liveness_of_all(engine: Engine, batch: Batch, key: Tree, purpose: Purpose = 
     return liveness_in_flow(dataclasses.replace(liveness, temporaries=extra, unknown=tuple(unknown)), whole)
 
 
-def estimated_liveness(engine: Engine, batch: Batch, key: Tree, known: Needs) -> Liveness:
-    """As ``liveness_of_all``, with temporaries estimated from equations, which are added to ``known``; nothing is compiled.
+def estimated_liveness(engine: Engine, batch: Batch, key: Tree, known: Estimates) -> Liveness:
+    """As ``liveness_of_all``, by what programs likely need, which is added to ``known``; nothing is compiled.
 
-    Programs of the same roles and shapes are taken to need the same: those of stages with as many layers.
+    Programs of the same roles and shapes are taken to need the same: those of stages with as many layers. Where devices share a
+    stage, what they hold of each value, and need for it, is as its axes are sharded (``jaxpp.shardings``).
     """
     lowered = engine.lower("update", batch, key)
-    extra = list[int]()
+    extra, chosen = list[int](), dict[Name, Sharding]()
     for line in lowered.bound.lines:
-        program, needs = line.program, 0
-        if program is not None and line.action is not None:
+        program, place, needs = line.program, line.place, 0
+        if program is None:
+            chosen |= {copy: chosen[name] for name, copy in zip(line.inputs, line.outputs, strict=False) if name in chosen}
+        elif line.action is not None or any(place.is_free(name.ref) for name in line.outputs):
             alike = [str((ref.role, aval.shape, aval.dtype)) for ref, aval in zip(program.inputs, program.avals, strict=True)]
-            does = line.action.kind, line.fused is None, *alike, *(ref.role for ref in program.outputs)
-            if does not in known:
-                graph, _ = trace(program.function, *program.avals, opened=True, env=program.env)
-                known[does] = temporary_bytes(graph.eqns, graph.outputs)
-            needs = known[does] // line.place.num_shards
-        extra.append(needs)
+            specs = tuple(_over_shards(place, name, chosen) for name in line.inputs) if place.num_shards > 1 else ()
+            does = line.action and line.action.kind, line.fused is None, *alike, *(ref.role for ref in program.outputs)
+            if (does, specs) not in known:
+                known[does, specs] = _likely(program, specs, place.num_shards)
+            needs, outs = known[does, specs]
+            for name, spec in zip(line.outputs, outs, strict=True):
+                if place.is_free(name.ref):
+                    whole = cast("NamedSharding", place.sharding(name.ref))
+                    chosen[name] = NamedSharding(whole.mesh, PartitionSpec(*whole.spec, *spec))
+        extra.append(0 if line.action is None else needs)
+    lowered = dataclasses.replace(lowered, bound=dataclasses.replace(lowered.bound, chosen=chosen))
     liveness = dataclasses.replace(step_liveness(engine, lowered), temporaries=tuple(extra))
     return liveness_in_flow(liveness, lowered)
+
+
+def _over_shards(place: Place, name: Name, chosen: Mapping[Name, Sharding]) -> PartitionSpec:
+    """How the devices of a replica share a value."""
+    spec = cast("NamedSharding", chosen.get(name) or place.sharding(name.ref)).spec
+    return over_model(PartitionSpec(*spec[len(place.leading(name.ref)) :]))
+
+
+def _likely(program: Program, specs: Sequence[PartitionSpec], width: int) -> tuple[int, tuple[PartitionSpec, ...]]:
+    """The temporaries that a program likely needs on each of the devices that share it, and how its results are sharded."""
+    graph, _ = trace(program.function, *program.avals, opened=True, env=program.env)
+    if width == 1:
+        return temporary_bytes(graph.eqns, graph.outputs), (PartitionSpec(),) * len(graph.outputs)
+    spec_of = sharded_axes(graph, specs, width)
+    needs = temporary_bytes(graph.eqns, graph.outputs, lambda var: width if any(spec_of(var)) else 1)
+    return needs, tuple(map(spec_of, graph.outputs))
 
 
 def liveness_in_flow(liveness: Liveness, lowered: LoweredStep) -> Liveness:
