@@ -38,7 +38,7 @@ from jaxpp.stages.own_params import join_losses, join_optimizers
 from jaxpp.stages.remat import Remat
 from jaxpp.stages.stage_table import Stages
 from jaxpp.tasks.bank import Bank
-from jaxpp.tasks.runner import BankRunner, Runner, check_bank, check_scaling, waiting_names, with_set
+from jaxpp.tasks.runner import BankRunner, Runner, check_bank, waiting_names, with_set
 from jaxpp.types import Array, Batch, Device, ForwardFn, Key, LossFn, ReduceAux, TaskNames, Tree
 from jaxpp.verify import Comparisons, verify_step
 
@@ -182,6 +182,7 @@ class Pipeline(Forward):
             ``optax.multi_transform`` does. With a bank, ``"task/*"`` are the parameters of a set. Default: all.
         loss_scale: Flax's ``DynamicScale``, for losses computed in float16. Backwards start from its scale; if any gradient on any
             stage is not finite, all stages skip the step and the scale is lowered. ``state.loss_scale`` holds the current scale.
+            With a bank, a gradient that is not finite in the set of one replica skips the step of all replicas and their sets.
             With ``delay=1``, backwards start from ``state.previous_scale``, the scale before the last step, as their parameters are
             those before it, and gradients are divided by that; each step that is not finite lowers the newest scale once, so of two
             in a row the second may have begun with the scale of the first.
@@ -289,11 +290,9 @@ class Pipeline(Forward):
             loss_fn = join_losses(positional_key(loss_fn, 3 + has_state))
             optimizer = join_optimizers(optimizer, bank.optimizer)
         options = asked.settled(loss_fn)
-        if bank is not None:
-            check_scaling(options)
-            if options.delay:
-                rule = "the set of a task is of one step, and has no parameters before it"
-                raise ArgumentError(f"delay={options.delay!r}", rule, "both", "leave delay or bank out")
+        if bank is not None and options.delay:
+            rule = "the set of a task is of one step, and has no parameters before it"
+            raise ArgumentError(f"delay={options.delay!r}", rule, "both", "leave delay or bank out")
         self._begin(options, optimizer)
         self._bank, self._stages, self._newest = bank, tuple[Callable[..., Tree], ...](), _Newest()
         self._first: Pipeline | None = None

@@ -635,7 +635,8 @@ def place_leaves(options: Options, layout: Layout, first: CutLoss) -> Placed:
     (loss,) = shapes_of(first.loss.graph.outputs[:1])
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(layout.params)]
     optimizer = layout.optimizer.reading(loss).held(layout.slicing)
-    update = plan_update(optimizer, leaves, paths, loss, loss_stage, scaling, late=bool(options.delay))
+    given = {"num_replicas": options.placement.num_replicas, "late": bool(options.delay)}
+    update = plan_update(optimizer, leaves, paths, loss, loss_stage, scaling, **given)
     leaves = update.leaves._replace(model_state=leaves.model_state)
     return Placed(layout, leaves, options.placement, update, options.waiting, trace_context())
 

@@ -21,7 +21,6 @@ from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import ArgumentError, BankError, CutError
 from jaxpp.lowering.builder import Name
 from jaxpp.lowering.step import Leaves
-from jaxpp.options import Options
 from jaxpp.runtime.processes.here import devices_in, elsewhere, is_here, is_whole_here
 from jaxpp.runtime.replica_groups import shards_of
 from jaxpp.runtime.send import Send
@@ -36,7 +35,7 @@ from jaxpp.tasks.bank import Bank, sets_of
 from jaxpp.tasks.sets import BankSets, SetHomes, SetLayout
 from jaxpp.types import Array, Batch, Device, Home, Key, Leaf, LossFn, TaskNames, Tree
 
-__all__ = ["BankRunner", "Runner", "check_bank", "check_scaling", "waiting_names", "with_set"]
+__all__ = ["BankRunner", "Runner", "check_bank", "waiting_names", "with_set"]
 
 _T = TypeVar("_T")
 _Row = Sequence[Array]  # the leaves of one replica's set that this process holds
@@ -48,14 +47,6 @@ def check_bank(bank: object) -> None:
         got = "a bank without sets" if isinstance(bank, Bank) else type(bank).__name__
         fix = "pass jaxpp.Bank({name: params, ...}, optimizer)"
         raise BankError("Pipeline(bank=...)", "a pipeline is cut at the shapes of a bank's first set", got, fix)
-
-
-def check_scaling(options: Options) -> None:
-    """Refuse a scaled loss where replicas have sets of their own."""
-    if options.loss_scale is not None and options.placement.num_replicas > 1:
-        where, got = "loss_scale with a bank and data parallelism", f"{options.placement.num_replicas} replicas"
-        rule = "a gradient that is not finite skips the step for all, and each task has its own sum of gradients"
-        raise ArgumentError(where, rule, got, "pass one replica, or compute in bfloat16, which needs no scale")
 
 
 def with_set(bank: Bank | None, variables: tuple[Tree, ...], task: Hashable | None = None) -> tuple[Tree, ...]:

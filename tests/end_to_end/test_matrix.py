@@ -150,6 +150,9 @@ FEATURES = {
         own={"v": np.eye(8) / 2, "w": np.eye(8) / 3},
         optimizer=labelled(trained_of({"b", "d", "w"}), optax.adam(1e-2, eps=1e-3)),
     ),
+    "a bank with a loss scale": Feature(
+        of_task, {"loss_scale": DynamicScale(scale=2.0**10)}, own={"w": np.eye(8) / 2}, optimizer=optax.adam(1e-2, eps=1e-3)
+    ),
     "a loss scale": Feature(options={"loss_scale": DynamicScale(scale=2.0**10)}),
     "weights": Feature(options={"weight": weight}, plainly={"weight": weight}),
     "a sum": Feature(lambda *args: 16 * chain(*args), {"reduction": "sum"}, {"reduction": "sum"}),
@@ -227,6 +230,7 @@ PIPELINES = {
 REFUSED = {
     ("a bank", "delay"): "the set of a task is of one step",
     ("a bank half trained", "delay"): "the set of a task is of one step",
+    ("a bank with a loss scale", "delay"): "the set of a task is of one step",
 }
 """Features that kinds of pipelines with an option refuse, and what is said."""
 
@@ -271,12 +275,6 @@ PAIRS = {
         lambda: make(delay=1).other(chain),
         "losses that take turns",
         "Steps of two losses that flow into one another would need the order of both schedules.",
-        final=False,
-    ),
-    "`loss_scale=` with a bank and replicas": Refusal(
-        lambda: with_bank(loss_scale=DynamicScale(), data_parallel=2),
-        "each task has its own sum of gradients",
-        "Each task has its own gradients, and whether a step is skipped is one decision for all.",
         final=False,
     ),
     "`pipe.other` with a bank": Refusal(

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpp
@@ -95,7 +94,6 @@ REFUSED = {
     "another loss of steps in flow": lambda: two(delay=1).other(loss_fn),
     "a flush of parameters": lambda: begun(delay=1)[0].flush(PARAMS),
     "gradients in host memory": lambda: two(host="gradients"),
-    "a task a replica and a loss scale": lambda: banked(data_parallel=2, loss_scale=DynamicScale()),
     "an optimizer of a forward": lambda: jaxpp.Forward(lambda p, x: x, num_stages=1, host="optimizer"),
     "what forwards do not divide": lambda: jaxpp.Forward(lambda p, x: x, num_stages=1, shard="optimizer"),
     **{f"a division of {each!r}": lambda each=each: two(shard=each) for each in ("optimiser", ("optimizer", 3), 3, "data")},
