@@ -192,7 +192,8 @@ class Pipeline(Forward):
             ``state.previous`` holds too, and the next step's forwards run between the last backwards of a step. It computes
             what this loop does, on one device: ``grads = jax.grad(loss_fn)(before, batch); updates, opt_state =
             optimizer.update(grads, opt_state, params); before, params = params, optax.apply_updates(params, updates)``. Training
-            differs from that with 0, so compare the losses. See ``flush``, and ``jaxpp.schedule.flow`` for the order.
+            differs from that with 0, so compare the losses. See ``flush``, and ``jaxpp.schedule.flow`` for the order. With a bank,
+            the parameters of the set are its newest, so a step begins while one of another task ends, and after one of its own.
         fuse: whether the last stage's forward and backward are compiled as one program, if the schedule runs the backward of each
             microbatch right behind its forward there (``"naive"``, ``"1f1b"``, ``"eager-1f1b"`` and ``"interleaved"`` do). That
             program writes no residual of the size of the logits, and it rounds in its own way: with the same cuts, schedules that
@@ -290,9 +291,6 @@ class Pipeline(Forward):
             loss_fn = join_losses(positional_key(loss_fn, 3 + has_state))
             optimizer = join_optimizers(optimizer, bank.optimizer)
         options = asked.settled(loss_fn)
-        if bank is not None and options.delay:
-            rule = "the set of a task is of one step, and has no parameters before it"
-            raise ArgumentError(f"delay={options.delay!r}", rule, "both", "leave delay or bank out")
         self._begin(options, optimizer)
         self._bank, self._stages, self._newest = bank, tuple[Callable[..., Tree], ...](), _Newest()
         self._first: Pipeline | None = None
@@ -844,7 +842,7 @@ class Pipeline(Forward):
             if num_batches == 1:
                 yield Steps(engine, leaves, batch, key)
                 return
-            if engine.at(batch).lower("update", batch, key).bound.flow is None:
+            if self._bank is not None or engine.at(batch).lower("update", batch, key).bound.flow is None:
                 rule, fix = "each of these steps ends before the next begins (docs/limits.md says when)", "pass num_batches=1"
                 raise ArgumentError(where, rule, got, fix)
             yield Flowing(engine, leaves, batch, key, num_batches)

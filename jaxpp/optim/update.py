@@ -138,7 +138,7 @@ def plan_update(
     """Give the leaves of an optimizer's state and the equations of its update to the stages of these parameters.
 
     ``paths`` are what the user calls the parameters; ``leaves`` has these, the model state and the loss scale. Where gradients are
-    ``late``, the state has what changes as it was before the last step too.
+    ``late``, the state has what changes of the shared parameters as it was before the last step too.
 
     Of frozen leaves no gradient is read, and only those that replicas share count in the reported norm. With ``scaling`` a
     gradient that is not finite changes nothing, nor the model state, also if one of several replicas alone has it, of a parameter
@@ -149,7 +149,7 @@ def plan_update(
     shared = len(opts) - (optimizer.tree.children()[1].num_leaves if leaves.own_params else 0)  # a pair of states
     leaves = leaves._replace(opt=opts[:shared], own_opt=[replace(leaf, own=True) for leaf in opts[shared:]])
     leaves = leaves if scaling is not None else leaves._replace(model_state=())
-    previous = [replace(leaf, role=Role.PREVIOUS, changes=False) for leaf in params if late and leaf.changes]
+    previous = [replace(leaf, role=Role.PREVIOUS, changes=False) for leaf in params if late and leaf.changes and not leaf.own]
     leaves = leaves._replace(previous=previous)  # whose new values are arrays that were parameters
     uncounted = {leaf.index for leaf in params if leaf.frozen or leaf.own}
     watched = sorted({leaf.stage for leaf in params if leaf.index not in uncounted})

@@ -304,14 +304,15 @@ class BankRunner(Runner):
         return self._token, replica
 
     def _give_back(self, names: Sequence[Hashable], leaves: Sequence[Array]) -> None:
-        sets = self._sets(names[0])
-        rows = sets.of_rows(leaves)
-        for name, changed in sets.exchanged(names, rows).items():
-            mine = [r for r in sets.rows if names[r] == name]
-            try:
-                self.bank.host_store.write_back(name, sets.as_held(changed), [self._row(r) for r in mine], [rows[r] for r in mine])
-            except BankError as error:  # the state that the step has made must not be lost by it
-                self.bank.host_store.tell_later(error)
+        sets, store = self._sets(names[0]), self.bank.host_store
+        with self._lent(names):
+            rows = sets.of_rows(leaves)
+            for name, changed in sets.exchanged(names, rows).items():
+                mine = [r for r in sets.rows if names[r] == name]
+                try:
+                    store.write_back(name, sets.as_held(changed), [self._row(r) for r in mine], [rows[r] for r in mine])
+                except BankError as error:  # the state that the step has made must not be lost by it
+                    store.tell_later(error)
 
     def prefetch(self, task: TaskNames) -> None:
         """Begin to bring the sets of a later step; waits for nothing."""
@@ -324,12 +325,20 @@ class BankRunner(Runner):
     def _lend(self, names: Sequence[Hashable]) -> Iterator[list[Array]]:
         """The leaves of the replicas' sets, at their stages. The caller gives them back; after an exception, they are released."""
         sets, store = self._sets(names[0]), self.bank.host_store
-        try:
+        with self._lent(names):
             yield sets.of_replicas([store.fetch(names[r], sets.as_held(sets.homes[r]), self._row(r)) for r in sets.rows])
+
+    @contextmanager
+    def _lent(self, names: Sequence[Hashable]) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
-            for r, name in enumerate(names):  # some may not have been fetched
-                store.release(name, (self._row(r),))
+            self._release(names)
             raise
+
+    def _release(self, names: Sequence[Hashable]) -> None:
+        for r, name in enumerate(names):  # some may not have been fetched
+            self.bank.host_store.release(name, (self._row(r),))
 
     @contextmanager
     def whole(self, task: TaskNames, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
@@ -341,16 +350,27 @@ class BankRunner(Runner):
             for r, row in self._sets(names[0]).of_rows(own).items():
                 self.bank.host_store.keep(names[r], row, self._row(r))
 
-    def step(self, task: TaskNames, given: Leaves[Array] | Tail, batch: Batch, key: Key | None, **options: Any) -> Outcome[Array]:
-        """A step on the leaves of Theta, which changes the replicas' sets too; the sets are written back."""
-        leaves = cast("Leaves[Array]", given)  # a bank is refused with a delay
+    def step(
+        self, task: TaskNames, given: Leaves[Array] | Tail, batch: Batch, key: Key | None, **options: Any
+    ) -> Outcome[Array] | Tail:
+        """A step on the leaves of Theta, which changes the replicas' sets too; the sets are written back.
+
+        Where a step before is in flow, one of the same task ends first, as its parameters are the newest of that task.
+        """
         names = self.names(task)
         engine = self._engine_of(names)
+        if isinstance(given, Tail) and given.engine is not engine:
+            given = given.outcome().state.shared  # of sets of other shapes
         engine.plan("update", batch, key, donate=options["donate"])  # what is refused is so before anything moves
         for name in names:
             self.bank.host_store.check_idle(name, "be changed by a step")
         with self._lend(names) as own:
-            outcome = engine.run("update", leaves.with_own(own, engine.placed.names), batch, key, **options)
+            outcome = engine.step(given, batch, key, own=own, **options)
+            if isinstance(outcome, Tail):
+                outcome.then.append(lambda outcome: self._give_back(names, outcome.state.own))
+                outcome.otherwise.append(lambda: self._release(names))
+                self.bank.host_store.flows(names, outcome.outcome)
+                return outcome
             self._give_back(names, outcome.state.own)
         return outcome._replace(state=outcome.state.shared)
 

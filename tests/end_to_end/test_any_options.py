@@ -134,7 +134,7 @@ OPTIONS: dict[str, Callable[[Rng], Any]] = {
 VERBS = "evaluate", "evaluate other", "apply", "stream", "forecast", "pickle", "orbax", "verify", "value_and_grad", "forward"
 ALONE = ({"replicas", "mesh", "renamed mesh", "wide"}, {"weight", "reduction"}, {"pieces", "uneven"}, {"pieces", "sizes"})
 """Options of which a case has one: nothing but a mistake asks for two."""
-REFUSED = ("bank", "delay"), ("bank", "other"), ("bank", "trains"), ("delay", "other"), ("delay", "host")
+REFUSED = ("bank", "other"), ("delay", "other"), ("delay", "host")
 """Options that often refuse one another: a crowded case has one of each two, or it would seldom train."""
 ORDER: Given = {"schedule": "1f1b", "ranks": 2, "per_rank": 2, "microbatches": 2, "optimizer": "momentum"}
 """What every pipeline has, and the plainest of each."""
