@@ -153,7 +153,7 @@ def plan_update(
     leaves = leaves._replace(previous=previous)  # whose new values are arrays that were parameters
     uncounted = {leaf.index for leaf in params if leaf.frozen or leaf.own}
     watched = sorted({leaf.stage for leaf in params if leaf.index not in uncounted})
-    apart = [leaf.stage if leaf.own and num_replicas > 1 else None for leaf in params]
+    apart = [leaf.stage if leaf.own and not leaf.frozen and num_replicas > 1 else None for leaf in params]
 
     def update(inputs: UpdateInputs[Array]) -> list[Array]:
         grads = [jnp.zeros_like(grad) if leaf.frozen else grad for leaf, grad in zip(params, inputs.grads, strict=True)]
