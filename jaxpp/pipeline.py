@@ -388,10 +388,10 @@ class Pipeline(Forward):
         ``init`` of the other pipeline takes the state in place of parameters, cuts the loss so that every parameter stays with its
         owner, compiles the step, and returns the state as it is. ``abstract_state`` takes the shapes of a state, for a checkpoint.
         ``pipe.state`` is the newest state of both, and ``state.step`` counts the steps of both. Where the loss needs a parameter on
-        a stage before its owner's, a step sends it there.
+        a stage before its owner's, a step sends it there. With a bank, both train its sets, and each step names its ``task``.
 
         Args:
-            loss_fn: as for ``Pipeline``; over the same parameters, and the same model state if there is one.
+            loss_fn: as for ``Pipeline``; over the same parameters, and the same model state or sets of a bank if there are any.
             trains: as for ``Pipeline``.
             has_aux: as for ``Pipeline``.
             reduce_aux: as for ``Pipeline``.
@@ -403,11 +403,11 @@ class Pipeline(Forward):
             remat: as for ``Pipeline``.
 
         Raises:
-            ArgumentError: the pipeline has a bank, or stages by hand.
+            ArgumentError: the pipeline has stages by hand.
         """
-        if self._bank is not None or self._stages:
-            got = "a pipeline with a bank" if self._bank is not None else "a pipeline from stages by hand"
-            raise ArgumentError("pipe.other", "other losses train the state of a pipeline of a loss", got, "make a jaxpp.Pipeline")
+        if self._stages:
+            rule, got = "other losses train the state of a pipeline of a loss", "a pipeline from stages by hand"
+            raise ArgumentError("pipe.other", rule, got, "make a jaxpp.Pipeline")
         if self._options.delay:
             rule, fix = "losses that take turns find the parameters of one step", "make the first pipeline without delay"
             raise ArgumentError("pipe.other", rule, f"a pipeline with delay={self._options.delay}", fix)
@@ -421,7 +421,7 @@ class Pipeline(Forward):
             asked.where,
             replace(asked.memory, remat=asked.memory.remat if remat is None else remat),
         )
-        pipe = Pipeline.__new__(Pipeline)._begin_as(loss_fn, self._trained_by, own)
+        pipe = Pipeline.__new__(Pipeline)._begin_as(loss_fn, self._trained_by, own, self._bank)
         pipe._first, pipe._newest = first, first._newest
         return pipe
 
@@ -753,26 +753,29 @@ class Pipeline(Forward):
             rule = "a pipeline made by other trains the state of the first pipeline"
             got = f"{type(state).__name__} and {len(args)} more argument{'s' * (len(args) != 1)}"
             raise ArgumentError(where, rule, got, f"call {where}(state, batch) with the state of the first pipeline's {where[5:]}")
-        variables, (batch,) = first._opened(where[5:]).engine.layout.given, args
+        setup, (batch,) = first._opened(where[5:]), args
         self._refuse_compile_only(where[5:])
         refuse_tracers(f"{where}(state, batch)", state, batch)
-        first._opened(where[5:]).states.check(state)
+        setup.states.check(state)
+        params, *model_state = setup.engine.layout.given
+        params = params if self._bank is None else params.shared
         with agreement(where, self._options.devices) as agree:
-            return self._open(variables if self._options.has_state else variables[0], batch, None, agree)
+            return self._open((params, *model_state) if self._options.has_state else params, batch, None, agree)
 
     def _equip(self, engine: Engine, stages: Stages, variables: tuple[Tree, ...], batch: Batch, key: Key | None) -> Setup:
-        bank = self._bank
+        bank, states, first = self._bank, states_of(engine, own=self._bank is None), None
         if self._first is not None:
-            states = self._first._opened("init").states
-            states.check_alike(states_of(engine))
-            return TrainingSetup(engine, states, stages, Runner(engine), Detector(engine.update.watched))
-        runner = Runner(engine) if bank is None else BankRunner(bank, engine, variables, batch, key)
-        return TrainingSetup(engine, states_of(engine, own=bank is None), stages, runner, Detector(engine.update.watched))
+            first = self._first._opened("init")
+            first.states.check_alike(states)
+            states = first.states
+        leads = None if first is None else first.runner
+        runner = Runner(engine) if bank is None else BankRunner(bank, engine, variables, batch, key, leads)
+        return TrainingSetup(engine, states, stages, runner, Detector(engine.update.watched))
 
     def _cut(self, variables: tuple[Tree, ...], batch: Batch, key: Key | None, known: Engine | None) -> Engine:
         try:
             if self._first is not None:
-                first = self._first._opened("init").engine
+                first = self._first._opened("init").runner.first_engine
                 there = {"like": first.layout, "places": first.options.placement.places}
                 engine = open_engine(self._options, self._optimizer, variables, batch, key, **there)
                 return engine.with_host(first.options.host)  # which hbm= may have chosen

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.sharding_rules import check_even, fits, num_parts, over_both, over_model, specs_of
-from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
+from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, same_shapes, shapes_key
 from jaxpp.errors import ArgumentError, BatchError, warn
 from jaxpp.lowering.builder import CALLER, Constant, Name, waiting
 from jaxpp.lowering.microbatch_weights import given_weights, weigh
@@ -291,7 +291,7 @@ class _Layouts:
         cuts, step = () if like else self._choose(loss, Slicing()), loss.step
         slicing, state_slicing = self._slicing(loss, cuts), self._state_slicing(loss, cuts)
         tracing, variables = Tracing(options, self.frozen), self.given
-        follows = () if like is None or like.num_own else like.owner
+        follows = like.owner if like is not None and same_shapes(like.given, self.given) else ()  # of a task that has others
         if loss.layers or slicing.any or follows:
             variables = (slicing.of(self.given[0]), *map(state_slicing.of, self.given[1:]))
             tracing = Tracing(options, frozenset(slicing.leaves(self.frozen)), follows)

@@ -68,6 +68,11 @@ class Runner:
     def __init__(self, engine: Engine):
         self._engine = engine
 
+    @property
+    def first_engine(self) -> Engine:
+        """The engine of the shapes with which a pipeline is opened."""
+        return self._engine
+
     def engine(self, task: TaskNames) -> Engine:
         """The engine for these tasks; without a bank there are none."""
         if task is not None:
@@ -226,18 +231,37 @@ class ReplicaSets:
 
 
 class BankRunner(Runner):
-    """Runs steps of Theta and of sets of a bank; the engine was opened for the first set, with these variables, batch and key."""
+    """Runs steps of Theta and of sets of a bank; the engine was opened for the first set, with these variables, batch and key.
 
-    def __init__(self, bank: Bank, engine: Engine, variables: tuple[Tree, ...], batch: Batch, key: Key | None):
+    One of another loss ``follows`` that of the first: the leaves of its sets live where they do there, and so do copies of them.
+    """
+
+    def __init__(
+        self,
+        bank: Bank,
+        engine: Engine,
+        variables: tuple[Tree, ...],
+        batch: Batch,
+        key: Key | None,
+        follows: Runner | None = None,
+    ):
         super().__init__(engine)
-        self.bank = bank
+        self.bank, self._follows = bank, cast("BankRunner | None", follows)
         layout = sets_of(bank).layout(bank.tasks[0], "bank")
         self._first = ReplicaSets(engine, sets_of(bank), layout)
         self._replica_sets = {layout: self._first}
         self._opened = avals_of(variables), batch_avals(batch), None if key is None else avals_of(key)
-        self._token = token = object()  # copies of sets for other homes are in other rows of the bank's cache
         self._num_replicas = len(self._first.homes)
+        if self._follows is not None:
+            self._token = self._follows._token
+            return
+        self._token = token = object()  # copies of sets for other homes are in other rows of the bank's cache
         weakref.finalize(self, bank.host_store.forget, [(token, r) for r in range(self._num_replicas)])
+
+    @property
+    def first_engine(self) -> Engine:
+        """That of the set which is the bank's first now."""
+        return self._sets(self.bank.tasks[0]).engine
 
     def engine(self, task: TaskNames) -> Engine:
         """The engine for these tasks, told which replica runs which of them."""
@@ -291,7 +315,8 @@ class BankRunner(Runner):
         if layout not in self._replica_sets:
             variables, batch, key = self._opened
             first, variables = self._first.engine, with_set(self.bank, variables, name)
-            engine = open_engine(first.options, first.optimizer, variables, batch, key, like=first.layout)
+            like = first.layout if self._follows is None else self._follows._sets(name).engine.layout
+            engine = open_engine(first.options, first.optimizer, variables, batch, key, like=like)
             sets = ReplicaSets(engine, sets_of(self.bank), layout)
             if engine.placed.names.params != first.placed.names.params:
                 rule = "the shared parameters stay on their stages whatever the task"

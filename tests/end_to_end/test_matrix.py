@@ -260,12 +260,6 @@ PAIRS = {
         "Steps of two losses that flow into one another would need the order of both schedules.",
         final=False,
     ),
-    "`pipe.other` with a bank": Refusal(
-        lambda: with_bank().other(chain),
-        "other losses train the state",
-        "Another loss would train the sets of the bank too.",
-        final=False,
-    ),
     "`jaxpp.tune` with a bank": Refusal(
         lambda: jaxpp.tune(of_task, CLIPPED, PARAMS, X, bank=jaxpp.Bank({"t": {"w": np.eye(8)}}, CLIPPED)),
         "one set of parameters",

@@ -100,7 +100,6 @@ REFUSED = {
     "nothing to train": lambda: begun(params=jax.tree.map(lambda leaf: leaf.astype("int8"), PARAMS)),
     "numbers below a byte": lambda: begun(params=PARAMS | {"q": jnp.ones(3, "int4")}),
     "another loss by hand": lambda: by_hand().other(loss_fn),
-    "another loss with a bank": lambda: banked().other(loss_fn),
     "adapters and one optimizer for all": lambda: begun(optimizer=optax.adam(0.1), trains="a"),
     "paths that name nothing": lambda: begun(trains=["a", "z"]),
     **{f"what is no path: {each}": lambda each=each: two(trains=each) for each in (3, [], [3])},
