@@ -233,10 +233,6 @@ def make(loss=chain, optimizer=CLIPPED, **options):
     return jaxpp.Pipeline(loss, optimizer, **{"num_stages": 2, "num_microbatches": 2} | options)
 
 
-def with_bank(**options):
-    return make(of_task, bank=jaxpp.Bank({"t": {"w": np.eye(8)}}, CLIPPED), **options)
-
-
 class Refusal(NamedTuple):
     """A pair of options that is refused: how to ask for it, a part of what is said, and why it is so."""
 
@@ -258,12 +254,6 @@ PAIRS = {
         lambda: make(delay=1).other(chain),
         "losses that take turns",
         "Steps of two losses that flow into one another would need the order of both schedules.",
-        final=False,
-    ),
-    "`jaxpp.tune` with a bank": Refusal(
-        lambda: jaxpp.tune(of_task, CLIPPED, PARAMS, X, bank=jaxpp.Bank({"t": {"w": np.eye(8)}}, CLIPPED)),
-        "one set of parameters",
-        "What it takes to bring a set depends on which tasks follow one another.",
         final=False,
     ),
     "Replicas of ranks of unequal width": Refusal(
