@@ -278,7 +278,7 @@ def of_task_backwards(params, own, batch):
     return jnp.mean((hidden @ params["a"] - batch["x"]) ** 2)
 
 
-@pytest.mark.parametrize("trains", [(None, None), (("a", "task/in"), ("b", "task/out"))])
+@pytest.mark.parametrize("trains", [pytest.param((None, None), marks=pytest.mark.long), (("a", "task/in"), ("b", "task/out"))])
 @pytest.mark.parametrize("options", [{}, pytest.param({"data_parallel": 2, "shard": "parameters"}, marks=pytest.mark.long)])
 def test_losses_that_take_turns_train_the_sets_of_a_bank_too(x64, trains, options):
     rng = np.random.default_rng(0)

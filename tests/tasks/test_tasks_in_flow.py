@@ -98,7 +98,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in ("one", "replicas") else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+    "kind", ["replicas", *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind != "replicas")]
 )
 def test_tasks_in_flow_train_as_a_plain_loop_does(x64, kind):
     pipe, bank, state = opened(**KINDS[kind])
@@ -109,6 +109,7 @@ def test_tasks_in_flow_train_as_a_plain_loop_does(x64, kind):
     pipe.verify(state, X, task=list("pq"[: pipe.engine.placement.num_replicas]))
 
 
+@pytest.mark.long
 def test_sets_of_other_shapes_take_turns(x64):
     sets = {"p": a_set(2), "q": a_set(3), "small": a_set(2, 5), "less": a_set(3, 5)}
     tasks = [(name,) for name in ("p", "small", "less", "q", "small", "p", "q", "less")]
