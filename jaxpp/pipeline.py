@@ -38,7 +38,7 @@ from jaxpp.stages.own_params import join_losses, join_optimizers
 from jaxpp.stages.remat import Remat
 from jaxpp.stages.stage_table import Stages
 from jaxpp.tasks.bank import Bank
-from jaxpp.tasks.runner import BankRunner, Runner, check_bank, check_scaling, waiting_names, with_set
+from jaxpp.tasks.runner import BankRunner, Runner, check_bank, waiting_names, with_set
 from jaxpp.types import Array, Batch, Device, ForwardFn, Key, LossFn, ReduceAux, TaskNames, Tree
 from jaxpp.verify import Comparisons, verify_step
 
@@ -182,6 +182,7 @@ class Pipeline(Forward):
             ``optax.multi_transform`` does. With a bank, ``"task/*"`` are the parameters of a set. Default: all.
         loss_scale: Flax's ``DynamicScale``, for losses computed in float16. Backwards start from its scale; if any gradient on any
             stage is not finite, all stages skip the step and the scale is lowered. ``state.loss_scale`` holds the current scale.
+            With a bank, a gradient that is not finite in the set of one replica skips the step of all replicas and their sets.
             With ``delay=1``, backwards start from ``state.previous_scale``, the scale before the last step, as their parameters are
             those before it, and gradients are divided by that; each step that is not finite lowers the newest scale once, so of two
             in a row the second may have begun with the scale of the first.
@@ -191,7 +192,8 @@ class Pipeline(Forward):
             ``state.previous`` holds too, and the next step's forwards run between the last backwards of a step. It computes
             what this loop does, on one device: ``grads = jax.grad(loss_fn)(before, batch); updates, opt_state =
             optimizer.update(grads, opt_state, params); before, params = params, optax.apply_updates(params, updates)``. Training
-            differs from that with 0, so compare the losses. See ``flush``, and ``jaxpp.schedule.flow`` for the order.
+            differs from that with 0, so compare the losses. See ``flush``, and ``jaxpp.schedule.flow`` for the order. With a bank,
+            the parameters of the set are its newest, so a step begins while one of another task ends, and after one of its own.
         fuse: whether the last stage's forward and backward are compiled as one program, if the schedule runs the backward of each
             microbatch right behind its forward there (``"naive"``, ``"1f1b"``, ``"eager-1f1b"`` and ``"interleaved"`` do). That
             program writes no residual of the size of the logits, and it rounds in its own way: with the same cuts, schedules that
@@ -289,11 +291,6 @@ class Pipeline(Forward):
             loss_fn = join_losses(positional_key(loss_fn, 3 + has_state))
             optimizer = join_optimizers(optimizer, bank.optimizer)
         options = asked.settled(loss_fn)
-        if bank is not None:
-            check_scaling(options)
-            if options.delay:
-                rule = "the set of a task is of one step, and has no parameters before it"
-                raise ArgumentError(f"delay={options.delay!r}", rule, "both", "leave delay or bank out")
         self._begin(options, optimizer)
         self._bank, self._stages, self._newest = bank, tuple[Callable[..., Tree], ...](), _Newest()
         self._first: Pipeline | None = None
@@ -391,10 +388,10 @@ class Pipeline(Forward):
         ``init`` of the other pipeline takes the state in place of parameters, cuts the loss so that every parameter stays with its
         owner, compiles the step, and returns the state as it is. ``abstract_state`` takes the shapes of a state, for a checkpoint.
         ``pipe.state`` is the newest state of both, and ``state.step`` counts the steps of both. Where the loss needs a parameter on
-        a stage before its owner's, a step sends it there.
+        a stage before its owner's, a step sends it there. With a bank, both train its sets, and each step names its ``task``.
 
         Args:
-            loss_fn: as for ``Pipeline``; over the same parameters, and the same model state if there is one.
+            loss_fn: as for ``Pipeline``; over the same parameters, and the same model state or sets of a bank if there are any.
             trains: as for ``Pipeline``.
             has_aux: as for ``Pipeline``.
             reduce_aux: as for ``Pipeline``.
@@ -406,11 +403,11 @@ class Pipeline(Forward):
             remat: as for ``Pipeline``.
 
         Raises:
-            ArgumentError: the pipeline has a bank, or stages by hand.
+            ArgumentError: the pipeline has stages by hand.
         """
-        if self._bank is not None or self._stages:
-            got = "a pipeline with a bank" if self._bank is not None else "a pipeline from stages by hand"
-            raise ArgumentError("pipe.other", "other losses train the state of a pipeline of a loss", got, "make a jaxpp.Pipeline")
+        if self._stages:
+            rule, got = "other losses train the state of a pipeline of a loss", "a pipeline from stages by hand"
+            raise ArgumentError("pipe.other", rule, got, "make a jaxpp.Pipeline")
         if self._options.delay:
             rule, fix = "losses that take turns find the parameters of one step", "make the first pipeline without delay"
             raise ArgumentError("pipe.other", rule, f"a pipeline with delay={self._options.delay}", fix)
@@ -424,7 +421,7 @@ class Pipeline(Forward):
             asked.where,
             replace(asked.memory, remat=asked.memory.remat if remat is None else remat),
         )
-        pipe = Pipeline.__new__(Pipeline)._begin_as(loss_fn, self._trained_by, own)
+        pipe = Pipeline.__new__(Pipeline)._begin_as(loss_fn, self._trained_by, own, self._bank)
         pipe._first, pipe._newest = first, first._newest
         return pipe
 
@@ -756,26 +753,29 @@ class Pipeline(Forward):
             rule = "a pipeline made by other trains the state of the first pipeline"
             got = f"{type(state).__name__} and {len(args)} more argument{'s' * (len(args) != 1)}"
             raise ArgumentError(where, rule, got, f"call {where}(state, batch) with the state of the first pipeline's {where[5:]}")
-        variables, (batch,) = first._opened(where[5:]).engine.layout.given, args
+        setup, (batch,) = first._opened(where[5:]), args
         self._refuse_compile_only(where[5:])
         refuse_tracers(f"{where}(state, batch)", state, batch)
-        first._opened(where[5:]).states.check(state)
+        setup.states.check(state)
+        params, *model_state = setup.engine.layout.given
+        params = params if self._bank is None else params.shared
         with agreement(where, self._options.devices) as agree:
-            return self._open(variables if self._options.has_state else variables[0], batch, None, agree)
+            return self._open((params, *model_state) if self._options.has_state else params, batch, None, agree)
 
     def _equip(self, engine: Engine, stages: Stages, variables: tuple[Tree, ...], batch: Batch, key: Key | None) -> Setup:
-        bank = self._bank
+        bank, states, first = self._bank, states_of(engine, own=self._bank is None), None
         if self._first is not None:
-            states = self._first._opened("init").states
-            states.check_alike(states_of(engine))
-            return TrainingSetup(engine, states, stages, Runner(engine), Detector(engine.update.watched))
-        runner = Runner(engine) if bank is None else BankRunner(bank, engine, variables, batch, key)
-        return TrainingSetup(engine, states_of(engine, own=bank is None), stages, runner, Detector(engine.update.watched))
+            first = self._first._opened("init")
+            first.states.check_alike(states)
+            states = first.states
+        leads = None if first is None else first.runner
+        runner = Runner(engine) if bank is None else BankRunner(bank, engine, variables, batch, key, leads)
+        return TrainingSetup(engine, states, stages, runner, Detector(engine.update.watched))
 
     def _cut(self, variables: tuple[Tree, ...], batch: Batch, key: Key | None, known: Engine | None) -> Engine:
         try:
             if self._first is not None:
-                first = self._first._opened("init").engine
+                first = self._first._opened("init").runner.first_engine
                 there = {"like": first.layout, "places": first.options.placement.places}
                 engine = open_engine(self._options, self._optimizer, variables, batch, key, **there)
                 return engine.with_host(first.options.host)  # which hbm= may have chosen
@@ -845,7 +845,7 @@ class Pipeline(Forward):
             if num_batches == 1:
                 yield Steps(engine, leaves, batch, key)
                 return
-            if engine.at(batch).lower("update", batch, key).bound.flow is None:
+            if self._bank is not None or engine.at(batch).lower("update", batch, key).bound.flow is None:
                 rule, fix = "each of these steps ends before the next begins (docs/limits.md says when)", "pass num_batches=1"
                 raise ArgumentError(where, rule, got, fix)
             yield Flowing(engine, leaves, batch, key, num_batches)

@@ -268,7 +268,8 @@ def tune(  # noqa: PLR0913  (the options of the front door)
             which share their measurements; and then ``"cost"`` for the best few, each cut for its own schedule.
         num_measured: how many candidates are run, by turns in several rounds. With 0, the best by prediction is chosen.
         keep: whether measurements are kept for later calls, in the user's cache folder or in a folder of this name.
-        **options: of ``Pipeline``, for all candidates: ``has_aux``, ``weight``, ``has_state``, ``shardings``, ``axes``, ...
+        **options: of ``Pipeline``, for all candidates: ``has_aux``, ``weight``, ``has_state``, ``shardings``, ``axes``, ... With a
+            ``bank``, steps run on a copy of its first set, which is on the devices when a step begins, as with ``pipe.prefetch``.
 
     Returns:
         a ``Tuning``: its options (``best``), ``pipeline()``, all candidates (``rows``), the reasons (``why``) and ``figure()``.
@@ -296,7 +297,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     check_optimizer(loss_fn, optimizer)
     refuse_containers("jaxpp.tune", init_or_params, batch)
     check_order("jaxpp.tune", init_or_params, batch, key)
-    check_key(key, loss_fn, 2 + bool(options.get("has_state")))
+    check_key(key, loss_fn, 2 + bool(options.get("has_state")) + (options.get("bank") is not None))
     if not isinstance(keep, (bool, str, os.PathLike)):
         rule, fix = "keep is True or False, or the name of a folder", "pass keep=True, keep=False or a folder, or leave it out"
         raise ArgumentError("jaxpp.tune(..., keep=...)", rule, shown(keep), fix)
@@ -400,7 +401,7 @@ def check_options(where: str, front: Callable[..., object], options: Arguments, 
         what = "the schedule, the number of stages and the cuts" if front is tune else "these"
         rule = f"{where.rpartition('.')[2]} finds {what} itself"
         raise ArgumentError(f"{where}(...)", rule, found, fix)
-    if "bank" in options:
+    if "bank" in options and front is not tune:
         name = where.rpartition(".")[2]
         rule, fix = (
             f"{name} looks at pipelines of one set of parameters",

@@ -595,13 +595,19 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
     optimizer, scaling = part_of(engine.optimizer, engine.options.trains), engine.options.loss_scale
 
     @jax.jit
-    def update(grads: Grads, state: State, model_state: Tree, loss: Array) -> State:
+    def unscaled(grads: Grads, state: State) -> tuple[Grads, Array]:
+        if scaling is None:
+            return grads, jnp.asarray(True)
+        leaves, finite = scaling.unscale(jax.tree.leaves(grads), jax.tree.leaves((state.loss_scale, state.previous_scale)))
+        return jax.tree.structure(grads).unflatten(leaves), finite
+
+    @jax.jit
+    def update(grads: Grads, finite: Array, state: State, model_state: Tree, loss: Array) -> State:
         scale, tree = jax.tree.flatten(state.loss_scale)
-        finite, late = jnp.asarray(True), state.previous_scale
+        late = state.previous_scale
         if scaling is not None:
-            leaves, finite = scaling.unscale(jax.tree.leaves(grads), [*scale, *jax.tree.leaves(late)])
             late = scale[scaling.scale] if scaling.is_late else late
-            grads, scale = jax.tree.structure(grads).unflatten(leaves), scaling.adjust(scale, finite)
+            scale = scaling.adjust(scale, finite)
         seen = floating(state.params)
         new, opt_state = updated(optimizer, grads, state.opt_state, seen, loss)
         params = with_others(new, state.params)
@@ -614,13 +620,14 @@ def verify_update(engine: Engine, leaves: Leaves[Array], found: Outcome[Array], 
     grads = _grads_of(engine, found)
     model_state = _model_state_of(engine, found)
     grads, whole, model_state, loss = _on_one_device((grads, state, model_state, found.loss))
+    grads, finite = unscaled(grads, whole)  # of all replicas
     if engine.placed.per_replica:
         rows = zip(*(_apart(part, engine) for part in (grads, whole.params, whole.opt_state)), strict=True)
-        made = [update(grad, whole.replace(params=params, opt_state=opt), model_state, loss) for grad, params, opt in rows]
+        made = [update(grad, finite, whole.replace(params=params, opt_state=opt), model_state, loss) for grad, params, opt in rows]
         parts = {part: _together([getattr(one, part) for one in made]) for part in ("params", "opt_state")}
         wanted = made[0].replace(**parts)
     else:
-        wanted = update(grads, whole, model_state, loss)
+        wanted = update(grads, finite, whole, model_state, loss)
     compare("", after, wanted)
 
 

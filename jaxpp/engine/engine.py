@@ -425,7 +425,7 @@ class Engine:
     def _in_flow(self, lines: LineList, tree: Tree) -> LineList:
         """The lines of a step as body and tail, if the next one can begin before it ends."""
         found: Outcome[Name] = tree.unflatten(lines.outputs)
-        state = dict(zip(self.placed.names.flat(), found.state.flat(), strict=True))
+        state = dict(zip(self.placed.names.shared.flat(), found.state.shared.flat(), strict=True))  # the next has sets of its own
         told = [found.loss, *found.aux, *found.state.model_state]
         return in_flow(lines, self.placement.places, self.options.schedule, state, told)
 
@@ -485,6 +485,7 @@ class Engine:
         batch: Batch,
         key: Key | None,
         *,
+        own: Sequence[Array] = (),
         donate: bool = True,
         observer: Observer | None = None,
         watched: bool = False,
@@ -493,18 +494,24 @@ class Engine:
         """A training step on the leaves of a state, or on what is left of the step before.
 
         With ``delay``, it is handed over up to its last forwards, beside the rest of the step before, and its own rest is returned.
-        The other arguments are those of ``run``.
+        ``own`` is what each replica has of its own in this step, if a bank holds it. The other arguments are those of ``run``.
         """
+
+        def whole(leaves: Leaves[Array]) -> Leaves[Array]:
+            return leaves.with_own(own, self.placed.names) if own else leaves
+
         if self.options.delay and donate:
             plan, lowered = self.plan("update", batch, key, watched=watched)
             if (flow := lowered.bound.flow) is not None:
-                return self._begin(given, plan, lowered, flow, batch, key, observer, hold)
-        leaves = given.outcome().state if isinstance(given, Tail) else given
+                leaves = whole(given.first.state if isinstance(given, Tail) else given)
+                return self._begin(given, leaves, plan, lowered, flow, batch, key, observer, hold)
+        leaves = whole(given.outcome().state if isinstance(given, Tail) else given)
         return self.run("update", leaves, batch, key, donate=donate, observer=observer, watched=watched, hold=hold)
 
     def _begin(
         self,
         given: Leaves[Array] | Tail,
+        leaves: Leaves[Array],
         plan: Plan,
         lowered: LoweredStep,
         flow: Flow,
@@ -513,7 +520,7 @@ class Engine:
         observer: Observer | None,
         hold: Callable[[], None] | None,
     ) -> Tail:
-        leaves, threads = given.first.state if isinstance(given, Tail) else given, self._threads_of(plan)
+        threads = self._threads_of(plan)
         run = Execution(plan, self._arguments(lowered, "update", leaves, batch, key))
         if isinstance(given, Tail):
             if hold is not None:
@@ -528,7 +535,7 @@ class Engine:
             except BaseException:
                 run.slots.clear()  # as in ``execute``
                 raise
-        return Tail(self, run, lowered, flow, threads)
+        return Tail(self, run, lowered, flow, threads, self.preparer.groups)
 
     @cached_property
     def threads(self) -> Threads:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpp.engine.compared import init_texts
 from jaxpp.engine.engine import Engine
@@ -64,6 +65,8 @@ def first_leaves(engine: Engine, given: InitArguments, names: Leaves[Name], home
     made, key = given.made, given.key
     if key is None:
         held, homes = jax.tree.leaves(engine.sliced(made)), homes.variables
+        leading = [engine.placement[name.stage].leading(name.ref) for name in names.variables.flat()]
+        held = [np.broadcast_to(leaf, (*axes, *leaf.shape)) if axes else leaf for leaf, axes in zip(held, leading, strict=True)]
         return homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
     graph, _ = trace_init((lambda key: engine.sliced(made(key))) if engine.holds_slices else made, key, engine.options.axes)
     with agreement(given.where, engine.options.devices) as agree:

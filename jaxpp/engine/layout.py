@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.sharding_rules import check_even, fits, num_parts, over_both, over_model, specs_of
-from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, shapes_key
+from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, same_shapes, shapes_key
 from jaxpp.errors import ArgumentError, BatchError, warn
 from jaxpp.lowering.builder import CALLER, Constant, Name, waiting
 from jaxpp.lowering.microbatch_weights import given_weights, weigh
@@ -291,7 +291,7 @@ class _Layouts:
         cuts, step = () if like else self._choose(loss, Slicing()), loss.step
         slicing, state_slicing = self._slicing(loss, cuts), self._state_slicing(loss, cuts)
         tracing, variables = Tracing(options, self.frozen), self.given
-        follows = () if like is None or like.num_own else like.owner
+        follows = like.owner if like is not None and same_shapes(like.given, self.given) else ()  # of a task that has others
         if loss.layers or slicing.any or follows:
             variables = (slicing.of(self.given[0]), *map(state_slicing.of, self.given[1:]))
             tracing = Tracing(options, frozenset(slicing.leaves(self.frozen)), follows)
@@ -635,7 +635,8 @@ def place_leaves(options: Options, layout: Layout, first: CutLoss) -> Placed:
     (loss,) = shapes_of(first.loss.graph.outputs[:1])
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(layout.params)]
     optimizer = layout.optimizer.reading(loss).held(layout.slicing)
-    update = plan_update(optimizer, leaves, paths, loss, loss_stage, scaling, late=bool(options.delay))
+    given = {"num_replicas": options.placement.num_replicas, "late": bool(options.delay)}
+    update = plan_update(optimizer, leaves, paths, loss, loss_stage, scaling, **given)
     leaves = update.leaves._replace(model_state=leaves.model_state)
     return Placed(layout, leaves, options.placement, update, options.waiting, trace_context())
 

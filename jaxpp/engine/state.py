@@ -15,6 +15,7 @@ from jax.sharding import Sharding
 from jaxtyping import Bool, Float
 
 from jaxpp.engine.engine import Engine
+from jaxpp.engine.outcome import Outcome
 from jaxpp.engine.tail import Rest, Tail
 from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import CutError, ParamsError, StateError, shown
@@ -414,7 +415,13 @@ class States:
 
     def after(self, tail: Tail, step: int) -> State:
         """The state after a step whose rest is handed over beside the next one, or when somebody looks at the state."""
-        rest = Rest(tail, lambda outcome: dict(zip(_PARTS, self.parts(outcome.state), strict=True)))
+        held = self._groups.own
+
+        def read(outcome: Outcome[Array]) -> dict[str, Tree]:
+            leaves = outcome.state if held else outcome.state.shared
+            return dict(zip(_PARTS, self.parts(leaves), strict=True))
+
+        rest = Rest(tail, read)
         return left_to(rest, _of_parts([()] * len(_PARTS), step))
 
     def wrap(self, groups: Leaves[Array], step: int | None = 0) -> State:
@@ -544,7 +551,8 @@ def states_of(engine: Engine, *, own: bool = True) -> States:
     late = jax.tree.structure(0 if scaling is not None and scaling.is_late else ())
     if own:
         return States((params, opt_state, model_state, scale, late, *copies), placed.shapes, placed.homes)
-    trees = params.children()[0], opt_state.children()[0], model_state, scale, late, *copies
+    shared = [each if each.num_leaves == 0 else each.children()[0] for each in copies]
+    trees = params.children()[0], opt_state.children()[0], model_state, scale, late, *shared
     return States(trees, placed.shapes.shared, placed.homes.shared)
 
 

@@ -19,6 +19,7 @@ from jaxpp.lowering.builder import Flow
 from jaxpp.lowering.plan import Execution
 from jaxpp.runtime.execute import Observer, hand_over
 from jaxpp.runtime.interrupts import held
+from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.runtime.threads import Threads, in_lane
 from jaxpp.types import Array, Tree
 
@@ -29,8 +30,11 @@ class Tail:
     ``engine`` is the one whose steps it can be handed over beside.
     """
 
-    def __init__(self, engine: object, run: Execution, lowered: LoweredStep, flow: Flow, threads: Threads | None):
+    def __init__(
+        self, engine: object, run: Execution, lowered: LoweredStep, flow: Flow, threads: Threads | None, groups: ReplicaGroups
+    ):
         self.engine, self.lowered, self.flow, self._run, self._threads = engine, lowered, flow, run, threads
+        self._groups, self._names = groups, groups.names
         late = [name in self.flow.late for name in lowered.outputs]
         values = [None if one else value for one, value in zip(late, run.results(), strict=True)]
         self.first = lowered.outcome(cast("list[Array]", values))  # what the body has made; None for the rest
@@ -40,6 +44,7 @@ class Tail:
         self._outcome: Outcome[Array] | None = None
         self._failed: BaseException | None = None
         self.then = list[Callable[[Outcome[Array]], None]]()  # called once with what the step returns
+        self.otherwise = list[Callable[[], None]]()  # called once if it fails
 
     @property
     def failed(self) -> bool:
@@ -83,7 +88,8 @@ class Tail:
             parts = (((self._run if of_tail else run), count) for of_tail, count in self.flow.then(flow))
             threads = self._threads if run.plan.turns else None  # a plan of another batch shape may have one lane
             try:
-                hand_over(((each, each.next(count)) for each, count in parts), observer, threads)
+                with self._groups.of(self._names):
+                    hand_over(((each, each.next(count)) for each, count in parts), observer, threads)
             except BaseException as error:
                 run.slots.clear()
                 if self._run.failed and self._outcome is None:
@@ -97,7 +103,8 @@ class Tail:
         if self._outcome is not None:
             return self._outcome
         try:
-            hand_over([(self._run, self._run.left)], observer, self._threads)
+            with self._groups.of(self._names):
+                hand_over([(self._run, self._run.left)], observer, self._threads)
         except BaseException as error:
             self._fail(error)
             raise
@@ -117,6 +124,8 @@ class Tail:
         error.add_note("jaxpp: the update had begun, so part of the state is consumed: go on from a checkpoint")
         self._failed = error
         self._run.slots.clear()
+        for tell in self.otherwise:
+            tell()
 
 
 class Rest:

@@ -9,7 +9,8 @@ that is found not finite is skipped and lowers the newest scale once: two in a r
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,10 @@ def check_loss_scale(loss_scale: Any, *, late: bool = False) -> "Scaling | None"
     return Scaling(loss_scale, order.index(0), order.index(1), len(order) if late else order.index(0))
 
 
+def _all_of(flags: Sequence[Array]) -> Array:
+    return functools.reduce(jnp.logical_and, flags, jnp.asarray(True))
+
+
 class Scaling(NamedTuple):
     """How a loss is scaled."""
 
@@ -66,11 +71,12 @@ class Scaling(NamedTuple):
         values = {k: jnp.asarray(number, int if k == self.fin_steps else jnp.float32) for k, number in numbers.items()}
         return [values[k] for k in sorted(values)]
 
-    def unscale(self, grads: Sequence[Array], leaves: Sequence[Array]) -> tuple[list[Array], Array]:
-        """The gradients divided by the scale, and whether all of them are finite."""
-        scale, finite = leaves[self.by], jnp.asarray(True)
-        for grad in filter(has_gradient, grads):
-            finite &= jnp.isfinite(_divided(grad, scale)).all()
+    def unscale(
+        self, grads: Sequence[Array], leaves: Sequence[Array], all_of: Callable[[Sequence[Array]], Array] = _all_of
+    ) -> tuple[list[Array], Array]:
+        """The gradients divided by the scale, and whether all are finite: ``all_of`` what is true or false of each of them."""
+        scale = leaves[self.by]
+        finite = all_of([jnp.isfinite(_divided(grad, scale)).all() if has_gradient(grad) else jnp.asarray(True) for grad in grads])
         late = jnp.where(finite, scale, 1.0)  # so that the update waits for the verdict, and runs as one program a stage
         return [_divided(grad, late).astype(grad.dtype) if has_gradient(grad) else grad for grad in grads], finite
 

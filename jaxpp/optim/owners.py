@@ -537,7 +537,7 @@ def open_conditions(graph: Graph) -> Graph:
             values.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in graph.outputs]
 
-    return open_conditions(trace(run, *_types_of(map(aval_of, graph.inputs)))[0])
+    return open_conditions(trace(run, *_types_of(map(aval_of, graph.inputs)), env=graph.env)[0])
 
 
 def _branches(eqn: JaxprEqn) -> list[Callable[..., list[Array]]] | None:

@@ -6,6 +6,7 @@ hops before it, and one program runs per stage and level: adamw, lion, adafactor
 A condition over all leaves becomes one choice a leaf.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from jaxpp.lowering.step import Leaves, StateLeaf, total_name
 from jaxpp.optim.divided import MOVABLE
 from jaxpp.optim.loss_scale import Scaling
 from jaxpp.optim.owners import LOSS, HeldOptimizer, open_conditions, size
+from jaxpp.stages.axes import DATA, axes_named
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
 from jaxpp.stages.graph import Graph, Piece, descendants, partition, trace
@@ -130,25 +132,28 @@ def plan_update(
     loss_stage: int,
     scaling: Scaling | None,
     *,
+    num_replicas: int = 1,
     late: bool = False,
 ) -> Update:
     """Give the leaves of an optimizer's state and the equations of its update to the stages of these parameters.
 
     ``paths`` are what the user calls the parameters; ``leaves`` has these, the model state and the loss scale. Where gradients are
-    ``late``, the state has what changes as it was before the last step too.
+    ``late``, the state has what changes of the shared parameters as it was before the last step too.
 
     Of frozen leaves no gradient is read, and only those that replicas share count in the reported norm. With ``scaling`` a
-    gradient that is not finite changes nothing, nor the model state. What does not change lives where it otherwise would.
+    gradient that is not finite changes nothing, nor the model state, also if one of several replicas alone has it, of a parameter
+    of its own. What does not change lives where it otherwise would.
     """
     params = leaves.all_params
     opts = [_opt_leaf(optimizer, k, params, loss_stage) for k in range(len(optimizer.homes))]
     shared = len(opts) - (optimizer.tree.children()[1].num_leaves if leaves.own_params else 0)  # a pair of states
     leaves = leaves._replace(opt=opts[:shared], own_opt=[replace(leaf, own=True) for leaf in opts[shared:]])
     leaves = leaves if scaling is not None else leaves._replace(model_state=())
-    previous = [replace(leaf, role=Role.PREVIOUS, changes=False) for leaf in params if late and leaf.changes]
+    previous = [replace(leaf, role=Role.PREVIOUS, changes=False) for leaf in params if late and leaf.changes and not leaf.own]
     leaves = leaves._replace(previous=previous)  # whose new values are arrays that were parameters
     uncounted = {leaf.index for leaf in params if leaf.frozen or leaf.own}
     watched = sorted({leaf.stage for leaf in params if leaf.index not in uncounted})
+    apart = [leaf.stage if leaf.own and not leaf.frozen and num_replicas > 1 else None for leaf in params]
 
     def update(inputs: UpdateInputs[Array]) -> list[Array]:
         grads = [jnp.zeros_like(grad) if leaf.frozen else grad for leaf, grad in zip(params, inputs.grads, strict=True)]
@@ -156,7 +161,7 @@ def plan_update(
         if scaling is None:
             results = optimizer.update(grads, inputs.opt, inputs.params, *inputs.loss)
         else:
-            grads, all_finite = scaling.unscale(grads, inputs.scale)
+            grads, all_finite = scaling.unscale(grads, inputs.scale, functools.partial(_on_all_replicas, apart))
             after = *optimizer.update(grads, inputs.opt, inputs.params, *inputs.loss), *inputs.new_state
             before = *inputs.params, *inputs.opt, *inputs.old_state
             results = [jnp.where(all_finite, new, old) for new, old in zip(after, before, strict=True)]
@@ -172,7 +177,7 @@ def plan_update(
     def init(params: list[Array]) -> list[Array]:
         return [jnp.array(leaf, copy=True) for leaf in optimizer.init(params)]
 
-    graph, _ = trace(update, _read_by(leaves, lambda leaf: leaf.aval, loss))
+    graph, _ = trace(update, _read_by(leaves, lambda leaf: leaf.aval, loss), env=((DATA, num_replicas),))
     graph = open_conditions(graph) if len({leaf.stage for leaf in params}) > 1 else graph
     homeless = {leaf.index for leaf, home in zip(opts, optimizer.homes, strict=True) if home is None}
     placed = _read_by(leaves, lambda leaf: None if leaf.role == Role.OPT and leaf.index in homeless else leaf.stage, loss_stage)
@@ -180,6 +185,15 @@ def plan_update(
     init_graph, _ = trace(init, [leaf.aval for leaf in params])
     late_scale = (scaling.scale,) if scaling is not None and scaling.is_late else ()
     return Update(graph, init_graph, optimizer.tree, leaves, _parts(graph, homes, paths), tuple(watched), late_scale)
+
+
+def _on_all_replicas(apart: Sequence[int | None], flags: Sequence[Array]) -> Array:
+    """Whether all flags are true; those of leaves of which each replica has its own, whose stage ``apart`` has, on each of them."""
+    verdict = functools.reduce(jnp.logical_and, (flag for stage, flag in zip(apart, flags, strict=True) if stage is None), True)
+    for stage in sorted({stage for stage in apart if stage is not None}):
+        wrong = functools.reduce(jnp.logical_or, (~flag for own, flag in zip(apart, flags, strict=True) if own == stage))
+        verdict &= jax.lax.psum(wrong.astype(jnp.int32), DATA) == 0
+    return jnp.asarray(verdict)
 
 
 def _opt_leaf(optimizer: HeldOptimizer, number: int, params: Sequence[StateLeaf], loss_stage: int) -> StateLeaf:
@@ -250,10 +264,10 @@ class _Writer:
         self.before_last = {leaf.index: leaf.name(num_replicas) for leaf in leaves.previous}
         self.stages = flat(update.result_stages)
         own = flat(_read_by(leaves, lambda leaf: leaf.own and num_replicas > 1, of_loss=False))
-        self.own = descendants(graph, [var for var, mine in zip(graph.inputs, own, strict=True) if mine])
+        self.own = descendants(graph, [var for var, mine in zip(graph.inputs, own, strict=True) if mine], until=_sums_replicas)
         self.divides = divides = any(leaf.part != leaf.spec for leaf in leaves.all_params)
         self.parts = [
-            part._replace(own=divides and not self.own.isdisjoint(eqn.outvars)) if part else None
+            part._replace(own=divides and not self.own.isdisjoint(variables(eqn.invars))) if part else None
             for part, eqn in zip(update.parts, graph.eqns, strict=True)
         ]
         self.result_parts = self._result_parts()
@@ -344,7 +358,7 @@ class _Writer:
             avals = shapes_of((shapes | replaced)[name] for name in names_in)
             called = f"stage_{stage}_update" + f"_{level}" * (level > 0) + "_own" * apart
             lean = sum(map(count_bytes, avals)) > _LARGE
-            program = Program(_packing(run, reads, chosen, groups), *refs, avals, name=called, lean=lean)
+            program = Program(_packing(run, reads, chosen, groups), *refs, avals, name=called, env=graph.env, lean=lean)
             self.update.programs[part, *refs] = program
         self.builder.compute(label, program, stage, names_in, [*names_out, *fresh])
         for (peer, dtype), group, name in zip(packs, packs.values(), fresh[len(returned) :], strict=True):
@@ -396,6 +410,11 @@ def _wide(grad: Array) -> Array:
     return grad.astype(jnp.float32) if grad.dtype == jnp.float16 or grad.dtype.itemsize == 1 else grad
 
 
+def _sums_replicas(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes one value for all replicas, of what each of them has."""
+    return bool(axes_named([eqn]))
+
+
 def _parts(graph: Graph, homes: Mapping[Var, int], paths: Sequence[str]) -> tuple[UpdatePart | None, ...]:
     """The part of each equation, from the stages of the inputs on."""
     place: dict[Var, UpdatePart] = {var: UpdatePart(0, stage) for var, stage in homes.items()}
@@ -403,6 +422,7 @@ def _parts(graph: Graph, homes: Mapping[Var, int], paths: Sequence[str]) -> tupl
     crossed: list[str] = []
     spread: dict[Var, Var] = {}  # what is computed where it is read, as it is computed of one small value: that value
     results = set(variables(graph.outputs))
+    summed = {var for eqn in graph.eqns if _sums_replicas(eqn) for var in eqn.outvars}  # programs of their own may make them
     for eqn in graph.eqns:
         owned = [var for var in dict.fromkeys(spread.get(var, var) for var in variables(eqn.invars)) if var in place]
         if not owned:
@@ -421,7 +441,7 @@ def _parts(graph: Graph, homes: Mapping[Var, int], paths: Sequence[str]) -> tupl
             if away != home and size(var) > MOVABLE:
                 both = f"{describe(aval_of(largest))} of stage {home}, {describe(aval_of(var))} of stage {away}"
                 crossed.append(f"{eqn.primitive.name}: {both}")
-        level = max(place[var].level + (place[var].stage != home and var not in homes) for var in owned)
+        level = max(place[var].level + (var in summed or (place[var].stage != home and var not in homes)) for var in owned)
         parts.append(UpdatePart(level, home))
         place.update(dict.fromkeys(eqn.outvars, UpdatePart(level, home)))
     if crossed:

@@ -3,7 +3,8 @@
 The host knows beforehand which these are: a group reduces on a mesh of its own devices, and a replica alone not at all.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import jax
@@ -31,6 +32,16 @@ class ReplicaGroups:
         for replica, name in enumerate(names):
             groups.setdefault(name, []).append(replica)
         self.names, self.current = tuple(names), tuple(map(tuple, groups.values()))
+
+    @contextmanager
+    def of(self, names: Sequence[Hashable]) -> Iterator[None]:
+        """A block that runs a part of a step in which they were called so."""
+        now = self.names
+        self.set(names)
+        try:
+            yield
+        finally:
+            self.set(now)
 
 
 @dataclass(frozen=True)

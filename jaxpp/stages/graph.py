@@ -199,11 +199,11 @@ def live(graph: Graph) -> Graph:
     return replace(graph, eqns=tuple(graph.eqns[i] for i in keep), names=tuple(graph.names[i] for i in keep))
 
 
-def descendants(graph: Graph, sources: Iterable[Var]) -> set[Var]:
-    """``sources`` and every variable computed from one of them."""
+def descendants(graph: Graph, sources: Iterable[Var], until: Callable[[JaxprEqn], bool] = lambda _: False) -> set[Var]:
+    """``sources`` and every variable computed from one of them, but for what the equations at which ``until`` is true make."""
     reached = set(sources)
     for eqn in graph.eqns:
-        if not reached.isdisjoint(variables(eqn.invars)):
+        if not reached.isdisjoint(variables(eqn.invars)) and not until(eqn):
             reached.update(eqn.outvars)
     return reached
 

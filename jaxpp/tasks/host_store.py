@@ -9,8 +9,10 @@ program would stand before the step that the transfer should hide behind.
 """
 
 import math
+import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, islice
@@ -213,10 +215,12 @@ class HostStore:
             fix = "pass slots=2: one set to compute with, one that is prefetched"
             raise BankError(f"slots={slots!r}", "a device needs a slot for the set in use", f"slots={slots!r}", fix)
         self.slots, self.traffic = slots, Traffic()
+        self._lock = threading.RLock()  # whoever looks at a state in flow, in whatever thread, has its sets written back
         self.hosts: dict[Hashable, HostCopy] = {}  # of sets under way the new copies, which may still be undone
         self._packings: dict[tuple[jax.ShapeDtypeStruct, ...], SetPacking] = {}
         self._rows: defaultdict[Hashable, _Row] = defaultdict(_Row)
         self._writes: deque[_WriteBack] = deque()
+        self._flowing: dict[Hashable, Callable[[], object]] = {}  # for each set that a step in flow has, what ends that step
         self._late: list[BankError] = []
 
     @property
@@ -245,10 +249,11 @@ class HostStore:
 
     def held(self, name: Hashable) -> HostCopy:
         """The host copy of a set, once its write-back has arrived; if that fails, this raises, and next gives what was before."""
-        self._known(name)
-        while any(write.name == name for write in self._writes):
-            self._finish()
-        return self.hosts[name]
+        with self._alone(name):
+            self._known(name)
+            while any(write.name == name for write in self._writes):
+                self._finish()
+            return self.hosts[name]
 
     def put(self, name: Hashable, leaves: Sequence[Leaf], homes: Sequence[SetHome]) -> None:
         """Copy a set in, in place of a set of this name that is not in use; waits until it is on the host."""
@@ -278,7 +283,7 @@ class HostStore:
 
     def replace(self, copies: Mapping[Hashable, HostCopy]) -> None:
         """Take host copies in, in place of sets of these names, none of which is in use: all of them, or none."""
-        with Hold() as hold:
+        with self._lock, Hold() as hold:
             hold.begin()
             for name, copy in copies.items():
                 self._drop(name)
@@ -286,42 +291,45 @@ class HostStore:
 
     def remove(self, name: Hashable) -> None:
         """Forget a set that is not in use."""
-        self._settle()
-        self._known(name)
-        self.check_idle(name, "be removed")
-        self._drop(name)
-        del self.hosts[name]
+        with self._alone(name):
+            self._settle()
+            self._known(name)
+            self.check_idle(name, "be removed")
+            self._drop(name)
+            del self.hosts[name]
 
     def fetch(self, name: Hashable, homes: Sequence[SetHome], row: Hashable = 0) -> tuple[Array, ...]:
         """Lend a set on a row's device until it is given back, as arrays that the caller may donate; waits for nothing.
 
         A leaf whose home is divided comes as its slices, one after another.
         """
-        self._settle()
-        self._known(name)
-        cache = self._rows[row]
-        if name in cache.lent:
-            raise _set_in_use(name, "a set is in use once at a time")
-        packing = cache.prefetched.get(name)
-        leaves = cache.drop(name)
-        if leaves is None:
-            packing, leaves = self._load(name, homes, row)
-        else:
-            self._count(Traffic(hits=1, prefetch_hits=packing is not None))
-        if packing is not None:
-            leaves = self._with_room(name, partial(packing.unpack, leaves))
-        cache.lent.add(name)
-        return leaves
+        with self._alone(name, row):
+            self._settle()
+            self._known(name)
+            cache = self._rows[row]
+            if name in cache.lent:
+                raise _set_in_use(name, "a set is in use once at a time")
+            packing = cache.prefetched.get(name)
+            leaves = cache.drop(name)
+            if leaves is None:
+                packing, leaves = self._load(name, homes, row)
+            else:
+                self._count(Traffic(hits=1, prefetch_hits=packing is not None))
+            if packing is not None:
+                leaves = self._with_room(name, partial(packing.unpack, leaves))
+            cache.lent.add(name)
+            return leaves
 
     def prefetch(self, name: Hashable, homes: Sequence[SetHome], row: Hashable = 0) -> None:
         """Begin to bring a set that will be fetched, as ``fetch`` does. The least recently used copy makes room."""
-        self._settle()
-        self._known(name)
-        cache = self._rows[row]
-        if name in cache.copies:
-            cache.copies[name] = cache.copies.pop(name)
-        elif name not in cache.lent:
-            cache.prefetched[name], cache.copies[name] = self._load(name, homes, row)
+        with self._alone(name, row):
+            self._settle()
+            self._known(name)
+            cache = self._rows[row]
+            if name in cache.copies:
+                cache.copies[name] = cache.copies.pop(name)
+            elif name not in cache.lent:
+                cache.prefetched[name], cache.copies[name] = self._load(name, homes, row)
 
     def write_back(
         self, name: Hashable, leaves: Sequence[Array | Slices], rows: Sequence[Hashable] = (0,), resident: Sequence[_Leaves] = ()
@@ -333,39 +341,62 @@ class HostStore:
         The host copy changes in one assignment, and is put back if the arrays do not arrive. Copies on other rows are dropped. The
         leaves may be donated at once. If an earlier write-back failed, the next call says so.
         """
-        old = self._known(name)
-        assert len(leaves) == len(old.packing.shapes)
-        homes, leaves = jax.tree.map(lambda leaf: leaf.sharding, list(leaves)), jax.tree.leaves(list(leaves))
-        if any(name in cache.lent for row, cache in self._rows.items() if row not in rows):
-            raise _set_in_use(name, "a set is written back once, for all that use it", " elsewhere as well")
-        try:
-            packing = old.packing.at(homes)
-            new = HostCopy(packing, to_host(self._again(lambda: packing.pack(leaves))), object())
-        except (JaxRuntimeError, BankError) as error:  # the latter of an earlier write-back that made no room
-            self.release(name, rows)
-            raise _write_failed(name, error) from error
-        self._writes.append(_WriteBack(name, old, new))
-        self.hosts[name] = new
-        self._count(Traffic(bytes_to_host=new.nbytes))
-        self._drop(name)
-        for row, copy in zip(rows, resident or (leaves,) * len(rows), strict=True):
-            self.keep(name, copy, row)
-        try:
-            self._settle(_WRITES * len(self._rows))
-        except BankError as error:
-            self.tell_later(error)
+        with self._lock:
+            old = self._known(name)
+            self._flowing.pop(name, None)
+            assert len(leaves) == len(old.packing.shapes)
+            homes, leaves = jax.tree.map(lambda leaf: leaf.sharding, list(leaves)), jax.tree.leaves(list(leaves))
+            if any(name in cache.lent for row, cache in self._rows.items() if row not in rows):
+                raise _set_in_use(name, "a set is written back once, for all that use it", " elsewhere as well")
+            try:
+                packing = old.packing.at(homes)
+                new = HostCopy(packing, to_host(self._again(lambda: packing.pack(leaves))), object())
+            except (JaxRuntimeError, BankError) as error:  # the latter of an earlier write-back that made no room
+                self.release(name, rows)
+                raise _write_failed(name, error) from error
+            self._writes.append(_WriteBack(name, old, new))
+            self.hosts[name] = new
+            self._count(Traffic(bytes_to_host=new.nbytes))
+            self._drop(name)
+            for row, copy in zip(rows, resident or (leaves,) * len(rows), strict=True):
+                self.keep(name, copy, row)
+            try:
+                self._settle(_WRITES * len(self._rows))
+            except BankError as error:
+                self.tell_later(error)
 
     def keep(self, name: Hashable, leaves: Sequence[Array], row: Hashable = 0) -> None:
         """Give a set back unchanged: it stays on the device while there is a slot, and nothing is written."""
-        cache = self._rows[row]
-        cache.lent.discard(name)
-        if cache.make_room(self.slots):
-            cache.copies[name] = tuple(leaves)
+        with self._lock:
+            cache = self._rows[row]
+            cache.lent.discard(name)
+            if cache.make_room(self.slots):
+                cache.copies[name] = tuple(leaves)
 
     def release(self, name: Hashable, rows: Sequence[Hashable] = (0,)) -> None:
         """Give a set back as if it had not been lent: nothing is written, and its copy is dropped."""
-        for row in rows:
-            self._rows[row].release(name)
+        with self._lock:
+            self._flowing.pop(name, None)
+            for row in rows:
+                self._rows[row].release(name)
+
+    def flows(self, names: Iterable[Hashable], end: Callable[[], object]) -> None:
+        """Say that a step in flow has these sets; ``end`` ends it and gives them back, as soon as any of them is asked for."""
+        self._flowing |= dict.fromkeys(names, end)
+
+    def _end(self, name: Hashable) -> None:
+        if (end := self._flowing.pop(name, None)) is not None:
+            end()
+
+    @contextmanager
+    def _alone(self, name: Hashable, row: Hashable | None = None) -> Iterator[None]:
+        """A block in which no other thread is, once the steps in flow have ended that have this set, or all slots of a row."""
+        if row is not None and len(self._rows[row].lent) >= self.slots:
+            for each in tuple(self._flowing):
+                self._end(each)
+        self._end(name)  # without the lock, which whoever ends a step in another thread waits for
+        with self._lock:
+            yield
 
     def tell_later(self, error: BankError) -> None:
         """Have the next call raise an error that must not cost its caller what it holds."""
@@ -378,12 +409,16 @@ class HostStore:
 
     def check_idle(self, name: Hashable, what: str) -> None:
         """Refuse what cannot be done with a set that is in use on any row."""
-        if any(name in cache.lent for cache in self._rows.values()):
-            raise _set_in_use(name, f"a set in use cannot {what}")
+        with self._alone(name):
+            if any(name in cache.lent for cache in self._rows.values()):
+                raise _set_in_use(name, f"a set in use cannot {what}")
 
     def wait(self) -> None:
         """Return once all write-backs have arrived; after a BankError for one, its set has the values that it had before."""
-        self._settle(0)
+        for name in tuple(self._flowing):
+            self._end(name)
+        with self._lock:
+            self._settle(0)
 
     def _count(self, more: Traffic) -> None:
         self.traffic = Traffic(*map(add, self.traffic, more))
@@ -434,7 +469,7 @@ class HostStore:
         for cache in self._rows.values():
             cache.copies.clear()
             cache.prefetched.clear()
-        self.wait()
+        self._settle(0)
         return work()
 
     def _settle(self, most: float = float("inf")) -> None:

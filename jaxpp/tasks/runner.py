@@ -21,7 +21,6 @@ from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import ArgumentError, BankError, CutError
 from jaxpp.lowering.builder import Name
 from jaxpp.lowering.step import Leaves
-from jaxpp.options import Options
 from jaxpp.runtime.processes.here import devices_in, elsewhere, is_here, is_whole_here
 from jaxpp.runtime.replica_groups import shards_of
 from jaxpp.runtime.send import Send
@@ -36,7 +35,7 @@ from jaxpp.tasks.bank import Bank, sets_of
 from jaxpp.tasks.sets import BankSets, SetHomes, SetLayout
 from jaxpp.types import Array, Batch, Device, Home, Key, Leaf, LossFn, TaskNames, Tree
 
-__all__ = ["BankRunner", "Runner", "check_bank", "check_scaling", "waiting_names", "with_set"]
+__all__ = ["BankRunner", "Runner", "check_bank", "waiting_names", "with_set"]
 
 _T = TypeVar("_T")
 _Row = Sequence[Array]  # the leaves of one replica's set that this process holds
@@ -48,14 +47,6 @@ def check_bank(bank: object) -> None:
         got = "a bank without sets" if isinstance(bank, Bank) else type(bank).__name__
         fix = "pass jaxpp.Bank({name: params, ...}, optimizer)"
         raise BankError("Pipeline(bank=...)", "a pipeline is cut at the shapes of a bank's first set", got, fix)
-
-
-def check_scaling(options: Options) -> None:
-    """Refuse a scaled loss where replicas have sets of their own."""
-    if options.loss_scale is not None and options.placement.num_replicas > 1:
-        where, got = "loss_scale with a bank and data parallelism", f"{options.placement.num_replicas} replicas"
-        rule = "a gradient that is not finite skips the step for all, and each task has its own sum of gradients"
-        raise ArgumentError(where, rule, got, "pass one replica, or compute in bfloat16, which needs no scale")
 
 
 def with_set(bank: Bank | None, variables: tuple[Tree, ...], task: Hashable | None = None) -> tuple[Tree, ...]:
@@ -76,6 +67,11 @@ class Runner:
 
     def __init__(self, engine: Engine):
         self._engine = engine
+
+    @property
+    def first_engine(self) -> Engine:
+        """The engine of the shapes with which a pipeline is opened."""
+        return self._engine
 
     def engine(self, task: TaskNames) -> Engine:
         """The engine for these tasks; without a bank there are none."""
@@ -235,18 +231,37 @@ class ReplicaSets:
 
 
 class BankRunner(Runner):
-    """Runs steps of Theta and of sets of a bank; the engine was opened for the first set, with these variables, batch and key."""
+    """Runs steps of Theta and of sets of a bank; the engine was opened for the first set, with these variables, batch and key.
 
-    def __init__(self, bank: Bank, engine: Engine, variables: tuple[Tree, ...], batch: Batch, key: Key | None):
+    One of another loss ``follows`` that of the first: the leaves of its sets live where they do there, and so do copies of them.
+    """
+
+    def __init__(
+        self,
+        bank: Bank,
+        engine: Engine,
+        variables: tuple[Tree, ...],
+        batch: Batch,
+        key: Key | None,
+        follows: Runner | None = None,
+    ):
         super().__init__(engine)
-        self.bank = bank
+        self.bank, self._follows = bank, cast("BankRunner | None", follows)
         layout = sets_of(bank).layout(bank.tasks[0], "bank")
         self._first = ReplicaSets(engine, sets_of(bank), layout)
         self._replica_sets = {layout: self._first}
         self._opened = avals_of(variables), batch_avals(batch), None if key is None else avals_of(key)
-        self._token = token = object()  # copies of sets for other homes are in other rows of the bank's cache
         self._num_replicas = len(self._first.homes)
+        if self._follows is not None:
+            self._token = self._follows._token
+            return
+        self._token = token = object()  # copies of sets for other homes are in other rows of the bank's cache
         weakref.finalize(self, bank.host_store.forget, [(token, r) for r in range(self._num_replicas)])
+
+    @property
+    def first_engine(self) -> Engine:
+        """That of the set which is the bank's first now."""
+        return self._sets(self.bank.tasks[0]).engine
 
     def engine(self, task: TaskNames) -> Engine:
         """The engine for these tasks, told which replica runs which of them."""
@@ -300,7 +315,8 @@ class BankRunner(Runner):
         if layout not in self._replica_sets:
             variables, batch, key = self._opened
             first, variables = self._first.engine, with_set(self.bank, variables, name)
-            engine = open_engine(first.options, first.optimizer, variables, batch, key, like=first.layout)
+            like = first.layout if self._follows is None else self._follows._sets(name).engine.layout
+            engine = open_engine(first.options, first.optimizer, variables, batch, key, like=like)
             sets = ReplicaSets(engine, sets_of(self.bank), layout)
             if engine.placed.names.params != first.placed.names.params:
                 rule = "the shared parameters stay on their stages whatever the task"
@@ -313,14 +329,15 @@ class BankRunner(Runner):
         return self._token, replica
 
     def _give_back(self, names: Sequence[Hashable], leaves: Sequence[Array]) -> None:
-        sets = self._sets(names[0])
-        rows = sets.of_rows(leaves)
-        for name, changed in sets.exchanged(names, rows).items():
-            mine = [r for r in sets.rows if names[r] == name]
-            try:
-                self.bank.host_store.write_back(name, sets.as_held(changed), [self._row(r) for r in mine], [rows[r] for r in mine])
-            except BankError as error:  # the state that the step has made must not be lost by it
-                self.bank.host_store.tell_later(error)
+        sets, store = self._sets(names[0]), self.bank.host_store
+        with self._lent(names):
+            rows = sets.of_rows(leaves)
+            for name, changed in sets.exchanged(names, rows).items():
+                mine = [r for r in sets.rows if names[r] == name]
+                try:
+                    store.write_back(name, sets.as_held(changed), [self._row(r) for r in mine], [rows[r] for r in mine])
+                except BankError as error:  # the state that the step has made must not be lost by it
+                    store.tell_later(error)
 
     def prefetch(self, task: TaskNames) -> None:
         """Begin to bring the sets of a later step; waits for nothing."""
@@ -333,12 +350,20 @@ class BankRunner(Runner):
     def _lend(self, names: Sequence[Hashable]) -> Iterator[list[Array]]:
         """The leaves of the replicas' sets, at their stages. The caller gives them back; after an exception, they are released."""
         sets, store = self._sets(names[0]), self.bank.host_store
-        try:
+        with self._lent(names):
             yield sets.of_replicas([store.fetch(names[r], sets.as_held(sets.homes[r]), self._row(r)) for r in sets.rows])
+
+    @contextmanager
+    def _lent(self, names: Sequence[Hashable]) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
-            for r, name in enumerate(names):  # some may not have been fetched
-                store.release(name, (self._row(r),))
+            self._release(names)
             raise
+
+    def _release(self, names: Sequence[Hashable]) -> None:
+        for r, name in enumerate(names):  # some may not have been fetched
+            self.bank.host_store.release(name, (self._row(r),))
 
     @contextmanager
     def whole(self, task: TaskNames, leaves: Leaves[Array]) -> Iterator[tuple[Engine, Leaves[Array]]]:
@@ -350,16 +375,27 @@ class BankRunner(Runner):
             for r, row in self._sets(names[0]).of_rows(own).items():
                 self.bank.host_store.keep(names[r], row, self._row(r))
 
-    def step(self, task: TaskNames, given: Leaves[Array] | Tail, batch: Batch, key: Key | None, **options: Any) -> Outcome[Array]:
-        """A step on the leaves of Theta, which changes the replicas' sets too; the sets are written back."""
-        leaves = cast("Leaves[Array]", given)  # a bank is refused with a delay
+    def step(
+        self, task: TaskNames, given: Leaves[Array] | Tail, batch: Batch, key: Key | None, **options: Any
+    ) -> Outcome[Array] | Tail:
+        """A step on the leaves of Theta, which changes the replicas' sets too; the sets are written back.
+
+        Where a step before is in flow, one of the same task ends first, as its parameters are the newest of that task.
+        """
         names = self.names(task)
         engine = self._engine_of(names)
+        if isinstance(given, Tail) and given.engine is not engine:
+            given = given.outcome().state.shared  # of sets of other shapes
         engine.plan("update", batch, key, donate=options["donate"])  # what is refused is so before anything moves
         for name in names:
             self.bank.host_store.check_idle(name, "be changed by a step")
         with self._lend(names) as own:
-            outcome = engine.run("update", leaves.with_own(own, engine.placed.names), batch, key, **options)
+            outcome = engine.step(given, batch, key, own=own, **options)
+            if isinstance(outcome, Tail):
+                outcome.then.append(lambda outcome: self._give_back(names, outcome.state.own))
+                outcome.otherwise.append(lambda: self._release(names))
+                self.bank.host_store.flows(names, outcome.outcome)
+                return outcome
             self._give_back(names, outcome.state.own)
         return outcome._replace(state=outcome.state.shared)
 

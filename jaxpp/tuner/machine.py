@@ -33,11 +33,12 @@ from jaxpp.engine.init_arguments import InitArguments, first_leaves, variables_o
 from jaxpp.engine.layout import Layout
 from jaxpp.engine.tracing import Tracing
 from jaxpp.errors import ArgumentError
+from jaxpp.lowering.builder import Name
 from jaxpp.lowering.plan import Plan
 from jaxpp.lowering.step import Leaves
 from jaxpp.observe.bound import bound_of, estimated_costs
 from jaxpp.observe.evaluate import costs_of_plan, step_seconds
-from jaxpp.observe.memory.forecast import Forecast, forecast, room_of
+from jaxpp.observe.memory.forecast import Forecast, forecast, room_of, with_waiting
 from jaxpp.observe.memory.liveness import Estimates, Needs, brought, estimated_liveness, liveness_of_all, program_needs
 from jaxpp.observe.profile.record import AllProcesses, Seen, SeenStep, Stamps, Steps, run_once
 from jaxpp.observe.profile.spans import durations_of
@@ -57,10 +58,13 @@ from jaxpp.stages.cost import coarsest_dtype, count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loss.rng_key import positional_key
+from jaxpp.stages.own_params import Joint, join_losses, join_optimizers
 from jaxpp.tables import bytes_in_words
 from jaxpp.targets import compiles_only
+from jaxpp.tasks.bank import Bank
 from jaxpp.tuner.search import KNOBS, Candidate, Family
-from jaxpp.types import Array, Batch, Device, Key, LossFn, Tree
+from jaxpp.types import Array, Batch, Device, Key, LossFn, Params, Tree
 
 _MEASURED = 2.5  # seconds for the steps of a family, beside those that are looked at; twice for the first, which tells the pace
 _TIMED = 2.0  # seconds for the steps of a candidate, in all rounds
@@ -96,12 +100,20 @@ class Devices:
         compiles: bool = True,
     ):
         self._compiles, self._estimates = compiles, Estimates()
-        self._loss_fn, self._optimizer, self._made, self._batch = loss_fn, optimizer, init_or_params, batch
-        self._key = jax.random.key(0) if key is None else key
         self._devices, self._options = tuple(jax.devices() if devices is None else devices), dict(options or {})
-        self._mesh, self._axes = mesh, axis_map(self._options.get("axes"), mesh)
+        bank: Bank | None = self._options.pop("bank", None)
+        self._num_waiting = 0 if bank is None else bank.host_store.slots - 1
         leaves = jax.tree.leaves(init_or_params)
         self._makes = callable(init_or_params) and len(leaves) == 1 and leaves[0] is init_or_params  # and no callable parameters
+        if bank is not None:  # its first set is there when a step begins, and the steps change a copy
+            has_state = bool(self._options.get("has_state"))
+            loss_fn = join_losses(positional_key(loss_fn, 3 + has_state))
+            optimizer = join_optimizers(optimizer, bank.optimizer)
+            join = partial(_with_set, bank.params(bank.tasks[0]), has_state)
+            init_or_params = _behind(init_or_params, join) if self._makes else join(init_or_params)
+        self._loss_fn, self._optimizer, self._made, self._batch = loss_fn, optimizer, init_or_params, batch
+        self._key = jax.random.key(0) if key is None else key
+        self._mesh, self._axes = mesh, axis_map(self._options.get("axes"), mesh)
         self._families: dict[tuple[Family, Hashable], tuple[_Steps, Needs]] = {}  # by what replicas divide and what waits, too
         self._elsewhere: dict[str, _Results] = {}  # what was found where other parts of the state are divided, or wait
         self._layouts: dict[Family, Layout] = {}  # of families with cuts for another schedule than a plain one
@@ -119,6 +131,7 @@ class Devices:
             "devices": "\n".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())),
             "mesh": "none" if mesh is None else str(dict(mesh.shape)),
             "cores": str(os.cpu_count()),
+            "waiting": str(self._num_waiting),
         }
         name = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:32]
         self._results = _Results(keep, f"{name}.json", several=len(processes_of(self._devices)) > 1)
@@ -170,7 +183,7 @@ class Devices:
     def compiled(self, candidate: Candidate, room: int) -> Forecast:
         """The memory of a candidate's own programs, with their bound and the prediction of a step."""
         steps = self._open(candidate)
-        found = forecast(steps.engine, self._batch, steps.key, room, advise=False)
+        found = forecast(steps.engine, self._batch, steps.key, room, self._waiting(steps), advise=False)
         return dataclasses.replace(found, bound=bound_of(steps.engine, self._batch, steps.key))
 
     def cuts(self, candidate: Candidate) -> tuple[int, ...]:
@@ -234,6 +247,8 @@ class Devices:
         variables = variables_of(options, shapes)
         key = Tracing(options).key_for(variables, self._batch, self._key)
         engine = open_engine(options, self._optimizer, variables, self._batch, key, like=like)
+        if engine.placed.per_replica:
+            engine.preparer.groups.set([0] * engine.placement.num_replicas)  # all of them run the same task
         return _Steps(engine, self._batch, key, self._variables)
 
     def _variables(self) -> Tree:
@@ -278,11 +293,16 @@ class Devices:
 
     def _peaks_of(self, steps: "_Steps", family: Family) -> tuple[int, ...]:
         if not self._compiles:
-            liveness = estimated_liveness(steps.engine, self._batch, steps.key, self._estimates)
+            liveness = with_waiting(estimated_liveness(steps.engine, self._batch, steps.key, self._estimates), self._waiting(steps))
             return tuple(liveness.most(place.shown) for place in steps.engine.placement.by_rank)
         shards = steps.engine.placement.num_shards > 1  # how residuals are sharded only the candidate's own programs say
         liveness = liveness_of_all(steps.engine, self._batch, steps.key, known=None if shards else self._family(family)[1])
+        liveness = with_waiting(liveness, self._waiting(steps))
         return tuple(liveness.most(place.shown) for place in steps.engine.placement.by_rank)
+
+    def _waiting(self, steps: "_Steps") -> list[Name]:
+        """Of the leaves of a bank's sets, those that wait beside the set in use."""
+        return steps.engine.placed.names.own * self._num_waiting
 
     def _measured(self, family: Family) -> StepCosts:
         self.num_measured += 1
@@ -349,6 +369,15 @@ class Devices:
         rule = "programs are measured on the devices, which must have room for one microbatch at a time"
         got = f"{family.words}: {bytes_in_words(peak)}, and devices of {bytes_in_words(room)}"
         raise ArgumentError("jaxpp.tune(...)", rule, got, "allow more stages or microbatches, or a smaller batch")
+
+
+def _with_set(own: Params, has_state: bool, made: Tree) -> Tree:
+    """What init was given or made, with a set of a bank beside the parameters."""
+    return (Joint(made[0], own), *made[1:]) if has_state else Joint(made, own)
+
+
+def _behind(init: Callable[[Key], Tree], join: Callable[[Tree], Tree]) -> Callable[[Key], Tree]:
+    return lambda key: join(init(key))
 
 
 class _Steps(Steps):

@@ -134,7 +134,7 @@ OPTIONS: dict[str, Callable[[Rng], Any]] = {
 VERBS = "evaluate", "evaluate other", "apply", "stream", "forecast", "pickle", "orbax", "verify", "value_and_grad", "forward"
 ALONE = ({"replicas", "mesh", "renamed mesh", "wide"}, {"weight", "reduction"}, {"pieces", "uneven"}, {"pieces", "sizes"})
 """Options of which a case has one: nothing but a mistake asks for two."""
-REFUSED = ("bank", "delay"), ("bank", "other"), ("bank", "trains"), ("bank", "loss_scale"), ("delay", "other"), ("delay", "host")
+REFUSED = ("delay", "other"), ("delay", "host")
 """Options that often refuse one another: a crowded case has one of each two, or it would seldom train."""
 ORDER: Given = {"schedule": "1f1b", "ranks": 2, "per_rank": 2, "microbatches": 2, "optimizer": "momentum"}
 """What every pipeline has, and the plainest of each."""
@@ -331,9 +331,14 @@ def trained_by(case: Case, params: Any, kind: str) -> set[str]:
     return mine if kind == "loss" else set(names) - mine
 
 
-def trains_sets(case: Case) -> bool:
-    """Whether the sets of a bank are trained."""
-    return case.get("trains") != 1
+def trains_sets(case: Case, kind: str) -> bool:
+    """Whether a step trains the sets of a bank: where losses train a part each, those of one do."""
+    return case.get("trains") is None or (case.get("trains") == 0) == (kind == "loss")
+
+
+def trains_of(case: Case, params: Any, kind: str) -> list[str]:
+    """What a loss is told to train."""
+    return sorted(trained_by(case, params, kind)) + ["task/*"] * (bool(case.get("bank")) and trains_sets(case, kind))
 
 
 def optimizer_of(case: Case, params: Any) -> Any:
@@ -511,7 +516,7 @@ class Plain:
         found = self.gradients(kind, at.before if self.case.get("delay") else at.params, at.owns, at.states, number)
         after, opt_state = self.update(at.params, found["grads"], at.opt_state, found["loss"], kind)
         owns, own_states = at.owns and {**at.owns}, at.own_states and {**at.own_states}
-        for task, grads in found["own"].items() if trains_sets(self.case) else ():
+        for task, grads in found["own"].items() if trains_sets(self.case, kind) else ():
             owns[task], own_states[task] = self.bank_update(owns[task], grads, own_states[task])
         scale, fine = (2 * at.scale, 0) if at.fine == 2 else (at.scale, at.fine + 1)
         return Stand(after, at.params, opt_state, owns, own_states, found["states"], scale, fine), found
@@ -629,7 +634,7 @@ def options_of(case: Case, model: Model, params: Any) -> Given:
     if case.get("aux"):
         options |= {"has_aux": True, "reduce_aux": {"early": case.get("aux"), "hits": "sum", "rows": "join"}}
     if case.get("trains") is not None:
-        options["trains"] = sorted(trained_by(case, params, "loss")) + ["task/*"] * (bool(case.get("bank")) and trains_sets(case))
+        options["trains"] = trains_of(case, params, "loss")
     if kind := case.get("weight"):
         options["weight"] = weight if kind == "function" else kind
     if case.get("reduction"):
@@ -693,7 +698,7 @@ class Trained:
         options = options_of(case, self.model, params)
         pipes = {"loss": jaxpp.Pipeline(self.losses["loss"], self.optimizer, bank=self.bank, **options)}
         if case.get("other"):
-            trains = {"trains": sorted(trained_by(case, params, "other"))} if case.get("trains") is not None else {}
+            trains = {"trains": trains_of(case, params, "other")} if case.get("trains") is not None else {}
             more = {name: options[name] for name in ("broadcast", "weight") if options.get(name, "auto") != "auto"}
             pipes["other"] = pipes["loss"].other(self.losses["other"], **trains, **more)
         first = (params, self.model.model_state) if case.get("state") else params

@@ -20,7 +20,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import PartitionSpec
 
 import jaxpp
-from jaxpp.errors import ArgumentError, JaxppError
+from jaxpp.errors import JaxppError
 from jaxpp.stages.loss.aux import REDUCERS
 from jaxpp.verify import GRAD_FLOOR, compare, oracle
 from tests.models import gpt_case, mlp_case
@@ -150,6 +150,9 @@ FEATURES = {
         own={"v": np.eye(8) / 2, "w": np.eye(8) / 3},
         optimizer=labelled(trained_of({"b", "d", "w"}), optax.adam(1e-2, eps=1e-3)),
     ),
+    "a bank with a loss scale": Feature(
+        of_task, {"loss_scale": DynamicScale(scale=2.0**10)}, own={"w": np.eye(8) / 2}, optimizer=optax.adam(1e-2, eps=1e-3)
+    ),
     "a loss scale": Feature(options={"loss_scale": DynamicScale(scale=2.0**10)}),
     "weights": Feature(options={"weight": weight}, plainly={"weight": weight}),
     "a sum": Feature(lambda *args: 16 * chain(*args), {"reduction": "sum"}, {"reduction": "sum"}),
@@ -224,24 +227,10 @@ PIPELINES = {
     "parameters in host memory in parts": {"host": "params", "data_parallel": 2, "shard": "parameters"},
     "a mesh that divides a state in host memory": on_mesh(2, 2, 2, host="params", shard=("gradients", "parameters")),
 }
-REFUSED = {
-    ("a bank", "delay"): "the set of a task is of one step",
-    ("a bank half trained", "delay"): "the set of a task is of one step",
-}
-"""Features that kinds of pipelines with an option refuse, and what is said."""
-
-
-def refused(name: str, options: dict[str, Any]) -> str | None:
-    """What is said where a feature is refused by a pipeline of these options; None where it works."""
-    return next((said for (feature, option), said in REFUSED.items() if feature == name and option in options), None)
 
 
 def make(loss=chain, optimizer=CLIPPED, **options):
     return jaxpp.Pipeline(loss, optimizer, **{"num_stages": 2, "num_microbatches": 2} | options)
-
-
-def with_bank(**options):
-    return make(of_task, bank=jaxpp.Bank({"t": {"w": np.eye(8)}}, CLIPPED), **options)
 
 
 class Refusal(NamedTuple):
@@ -255,12 +244,6 @@ class Refusal(NamedTuple):
 
 WIDE = {"devices": [D[:2], D[2]], "shardings": {"a": PartitionSpec(None, "model")}}
 PAIRS = {
-    "`delay=1` with a bank": Refusal(
-        lambda: with_bank(delay=1),
-        "the set of a task is of one step",
-        "The step before may be of another task, so a set has no parameters before the last step; those of Theta could be late.",
-        final=False,
-    ),
     '`delay=1` with `host="params"`': Refusal(
         lambda: make(delay=1, host="params"),
         "parameters of two ages",
@@ -271,24 +254,6 @@ PAIRS = {
         lambda: make(delay=1).other(chain),
         "losses that take turns",
         "Steps of two losses that flow into one another would need the order of both schedules.",
-        final=False,
-    ),
-    "`loss_scale=` with a bank and replicas": Refusal(
-        lambda: with_bank(loss_scale=DynamicScale(), data_parallel=2),
-        "each task has its own sum of gradients",
-        "Each task has its own gradients, and whether a step is skipped is one decision for all.",
-        final=False,
-    ),
-    "`pipe.other` with a bank": Refusal(
-        lambda: with_bank().other(chain),
-        "other losses train the state",
-        "Another loss would train the sets of the bank too.",
-        final=False,
-    ),
-    "`jaxpp.tune` with a bank": Refusal(
-        lambda: jaxpp.tune(of_task, CLIPPED, PARAMS, X, bank=jaxpp.Bank({"t": {"w": np.eye(8)}}, CLIPPED)),
-        "one set of parameters",
-        "What it takes to bring a set depends on which tasks follow one another.",
         final=False,
     ),
     "Replicas of ranks of unequal width": Refusal(
@@ -329,14 +294,13 @@ def page() -> str:
         "|---|---|",
         *(f"| {number} | {kind} |" for kind, number in numbers.items()),
         "",
-        "A tick: it works. A cross: it is refused, with an error before any device works; why, [below](#what-is-refused).",
+        "A tick: it works, and all do. What is refused beside one another, with an error before any device works, is",
+        "[below](#what-is-refused).",
         "",
         f"| feature | {' | '.join(numbers.values())} |",
         f"|---|{'---|' * len(numbers)}",
     ]
-    for name in FEATURES:
-        cells = ("✗" if refused(name, options) else "✓" for options in PIPELINES.values())
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [f"| {name} | {' | '.join('✓' * len(PIPELINES))} |" for name in FEATURES]
     lines += [
         "",
         "## What is refused",
@@ -445,7 +409,7 @@ def seen(means):
 
 
 def trained_plainly(it, num_microbatches, num_replicas, *, late):
-    """The loop that says what is right: with ``late``, gradients are of the parameters before the last step."""
+    """The loop that says what is right: with ``late``, gradients are of the parameters before the last step, and of newest sets."""
     params, loss_fn = it.params, it.loss
     if it.own is not None:
         params, loss_fn = {"theta": it.params, "own": it.own}, lambda both, x: it.loss(both["theta"], both["own"], x)
@@ -458,6 +422,7 @@ def trained_plainly(it, num_microbatches, num_replicas, *, late):
         updates, opt_state = it.optimizer.update(grads, opt_state, params)
         after = optax.apply_updates(params, updates)
         before, params = params if late else after, after
+        before = before if it.own is None else before | {"own": params["own"]}
         losses.append((loss, aux, optax.tree.norm(grads)))
     loss, *_ = oracle(loss_fn, params, it.batch, key, num_microbatches, **given | seen(means))
     return params, before, opt_state, means, losses, loss
@@ -472,10 +437,6 @@ def test_every_feature_trains_on_every_pipeline_as_on_one_device(x64, name, kind
     schedule, per_rank = ("looped-bfs", 2) if ranks == 1 else (schedule, SCHEDULES[schedule])
     given = {"num_microbatches": 2} | options | it.options | {"schedule": schedule, "num_stages": ranks * per_rank}
     bank = None if it.own is None else jaxpp.Bank({"t": it.own}, it.optimizer)
-    if said := refused(name, options):
-        with pytest.raises(ArgumentError, match=said):
-            jaxpp.Pipeline(it.loss, it.optimizer, bank=bank, **given)
-        return
     pipe = jaxpp.Pipeline(it.loss, it.optimizer, bank=bank, **given)
     state, losses = pipe.init(it.params if it.means is None else (it.params, it.means), it.batch), []
     task = {} if bank is None else {"task": "t"}

@@ -263,3 +263,57 @@ def test_another_loss_is_begun_with_the_state_of_the_first():
         pipes["critic"].init(PARAMS, BATCH)
     with pytest.raises(StateError, match="have the same parameters, optimizer and model state"):
         pipes["critic"].init(state.replace(opt_state=()), BATCH)
+
+
+def a_set(scale, width=8):
+    return {"in": np.eye(8)[:, :width] / scale, "out": np.eye(8)[:width] / 3}
+
+
+def of_task(params, own, batch):
+    return jnp.mean(jnp.tanh(jnp.tanh(batch["x"] @ params["a"]) @ (own["in"] @ own["out"]) @ params["b"]) ** 2)
+
+
+def of_task_backwards(params, own, batch):
+    hidden = jnp.tanh(batch["x"] @ params["b"]) @ (own["in"] @ own["out"])
+    return jnp.mean((hidden @ params["a"] - batch["x"]) ** 2)
+
+
+@pytest.mark.parametrize("trains", [pytest.param((None, None), marks=pytest.mark.long), (("a", "task/in"), ("b", "task/out"))])
+@pytest.mark.parametrize("options", [{}, pytest.param({"data_parallel": 2, "shard": "parameters"}, marks=pytest.mark.long)])
+def test_losses_that_take_turns_train_the_sets_of_a_bank_too(x64, trains, options):
+    rng = np.random.default_rng(0)
+    params, batch = {name: rng.normal(size=(8, 8)) / 2 for name in "ab"}, {"x": rng.normal(size=(12, 8))}
+    own = {"p": a_set(2), "q": a_set(3), "small": a_set(2, 6)}
+    each = {"first": optax.adam(1e-2, eps=1e-3), "second": optax.adam(3e-2, eps=1e-3)}
+    labels = lambda tree: {name: "first" if name in ("a", "in") else "second" for name in tree}  # noqa: E731
+    optimizer = each["first"] if trains[0] is None else optax.multi_transform(each, labels)
+    bank = jaxpp.Bank(own, optimizer)
+    pipe = jaxpp.Pipeline(of_task, optimizer, num_stages=2, num_microbatches=3, bank=bank, trains=trains[0], **options)
+    state = pipe.init(params, batch)
+    other = pipe.other(of_task_backwards, trains=trains[1])
+    assert other.init(state, batch) is state
+    opt_state, own_states = optimizer.init(params), {task: optimizer.init(own[task]) for task in own}
+
+    def stepped(kind, grads, opt_state, params):
+        if trains[0] is None:
+            updates, new = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), new
+        names = [name for name, label in labels(params).items() if label == kind]
+        grads = {name: grad if name in names else jnp.zeros_like(grad) for name, grad in grads.items()}
+        updates, new = optimizer.update(grads, opt_state, params)
+        after = params | {name: leaf for name, leaf in optax.apply_updates(params, updates).items() if name in names}
+        return after, opt_state._replace(inner_states=opt_state.inner_states | {kind: new.inner_states[kind]})
+
+    for number, task in enumerate(("p", "p", "q", "small", "small", "p")):
+        kind, at, loss = (("first", pipe, of_task), ("second", other, of_task_backwards))[number % 2]
+        at.prefetch(task)
+        state, metrics = at.step(state, batch, task=task)
+        expected, (grads, own_grads) = jax.value_and_grad(loss, (0, 1))(params, own[task], batch)
+        params, opt_state = stepped(kind, grads, opt_state, params)
+        own[task], own_states[task] = stepped(kind, own_grads, own_states[task], own[task])
+        compare("loss", metrics.loss, expected)
+    found = state.params, state.opt_state, {task: (bank.params(task), bank.opt_state(task)) for task in own}
+    compare("", found, (params, opt_state, {task: (own[task], own_states[task]) for task in own}))
+    assert bank.host_store.traffic.loads == 4 * pipe.engine.placement.num_replicas, "a set that is there serves both losses"
+    assert other.verify(state, batch, task="q")
+    assert other.evaluate(state, batch, task="small").loss

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpp
@@ -91,11 +90,9 @@ REFUSED = {
     "replicas of unequal number": lambda: two(data_parallel=[2, 1]),
     "a delay of two": lambda: two(delay=2),
     "a delay and parameters in host memory": lambda: two(delay=1, host="params"),
-    "a delay and a bank": lambda: banked(delay=1),
     "another loss of steps in flow": lambda: two(delay=1).other(loss_fn),
     "a flush of parameters": lambda: begun(delay=1)[0].flush(PARAMS),
     "gradients in host memory": lambda: two(host="gradients"),
-    "a task a replica and a loss scale": lambda: banked(data_parallel=2, loss_scale=DynamicScale()),
     "an optimizer of a forward": lambda: jaxpp.Forward(lambda p, x: x, num_stages=1, host="optimizer"),
     "what forwards do not divide": lambda: jaxpp.Forward(lambda p, x: x, num_stages=1, shard="optimizer"),
     **{f"a division of {each!r}": lambda each=each: two(shard=each) for each in ("optimiser", ("optimizer", 3), 3, "data")},
@@ -103,7 +100,6 @@ REFUSED = {
     "nothing to train": lambda: begun(params=jax.tree.map(lambda leaf: leaf.astype("int8"), PARAMS)),
     "numbers below a byte": lambda: begun(params=PARAMS | {"q": jnp.ones(3, "int4")}),
     "another loss by hand": lambda: by_hand().other(loss_fn),
-    "another loss with a bank": lambda: banked().other(loss_fn),
     "adapters and one optimizer for all": lambda: begun(optimizer=optax.adam(0.1), trains="a"),
     "paths that name nothing": lambda: begun(trains=["a", "z"]),
     **{f"what is no path: {each}": lambda each=each: two(trains=each) for each in (3, [], [3])},

@@ -119,6 +119,63 @@ def test_a_scaled_state_is_saved_and_restored():
     assert float(again.loss_scale.scale) == float(state.loss_scale.scale)
 
 
+def of_task(params, own, batch):
+    """The gradient of the gain alone is infinite where an example has no brightness."""
+    x = batch["x"].astype(float)
+    for k in range(DEPTH):
+        x = jnp.tanh(x @ params[f"w{k}"].astype(float) @ (own["adapter"] if k == 1 else jnp.eye(8)))
+    return (x**2).mean() + jnp.sqrt(own["gain"] * batch["bright"]).mean() / 10
+
+
+def mean(trees):
+    return jax.tree.map(lambda *rows: sum(rows) / len(rows), *trees)
+
+
+SET = {"adapter": np.eye(8) / 2, "gain": np.asarray(1.5)}
+OWN = optax.adam(1e-2)
+TASKS = (None, "ab"), (2, "ab"), (11, "ab"), (None, "bb"), (2, "bb"), (None, "ba"), (None, "ab")
+"""Of each step, the example that overflows and the tasks of the replicas."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel": 2},
+        pytest.param({"data_parallel": 2, "num_stages": 1, "shard": "parameters"}, marks=pytest.mark.long),
+        pytest.param({"data_parallel": 2, "shard": "optimizer"}, marks=pytest.mark.long),
+        pytest.param({"data_parallel": 2, "num_stages": 4, "host": "params"}, marks=pytest.mark.long),
+    ],
+)
+def test_an_overflow_in_the_set_of_one_replica_skips_the_step_of_all(x64, options):
+    params, own = jax.tree.map(lambda leaf: np.asarray(leaf, float), PARAMS), {"a": SET, "b": jax.tree.map(np.negative, SET)}
+    own["b"]["gain"] = np.asarray(0.5)
+    optimizer, bank, scale, fine = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)), jaxpp.Bank(own, OWN), 1024.0, 0
+    pipe = pipeline(of_task, optimizer=optimizer, bank=bank, **{"num_stages": 2, "num_microbatches": 2} | options)
+    batch = {"x": np.asarray(BATCH["x"], float), "bright": np.ones(12)}
+    state, opt_state, own_states = pipe.init(params, batch), optimizer.init(params), {task: OWN.init(own[task]) for task in "ab"}
+    for number, (dark, tasks) in enumerate(TASKS):
+        given = batch | {"bright": np.where(np.arange(12) == dark, 0.0, 1.0)}
+        halves = [jax.tree.map(lambda leaf, r=r: leaf[6 * r : 6 * r + 6], given) for r in range(2)]
+        found = [(task, *jax.grad(of_task, (0, 1))(params, own[task], half)) for task, half in zip(tasks, halves, strict=True)]
+        grads = mean([shared for _, shared, _ in found])
+        own_grads = {task: mean([grad for other, _, grad in found if other == task]) for task in tasks}
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))  # those of Theta always are
+        if dark is None:
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            for task, grad in own_grads.items():
+                updates, own_states[task] = OWN.update(grad, own_states[task], own[task])
+                own[task] = optax.apply_updates(own[task], updates)
+            scale, fine = (2 * scale, 0) if fine == 2 else (scale, fine + 1)
+        else:
+            scale, fine = scale / 2, 0
+        state, metrics = pipe.step(state, given, task=list(tasks))
+        assert (bool(metrics.finite), float(state.loss_scale.scale)) == (dark is None, scale), f"step {number}"
+        found = state.params, state.opt_state, {task: (bank.params(task), bank.opt_state(task)) for task in "ab"}
+        compare(f"step {number}", found, (params, opt_state, {task: (own[task], own_states[task]) for task in "ab"}))
+    pipe.verify(state, batch, task=["a", "b"])
+
+
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpp
@@ -50,6 +51,10 @@ def loss_of_task(params, task_params, batch):
     x = jnp.tanh(jnp.tanh(batch["x"] @ params["first"]) @ task_params["head"])
     x = jnp.tanh(x @ params["second"]) @ task_params["tail"]["w"] + task_params["tail"]["b"]
     return jnp.mean((x @ params["last"] - batch["y"]) ** 2)
+
+
+def other_loss_of_task(params, task_params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["second"]) @ task_params["head"] @ params["last"] - batch["y"]) ** 2)
 
 
 def theta(seed: int) -> dict[str, Any]:
@@ -187,16 +192,21 @@ def tasks(found: Found, devices: Sequence[jax.Device], folder: Path) -> None:
 
 def replicas(found: Found, devices: Sequence[jax.Device]) -> None:
     """Replicas in different processes with tasks of their own: what one has changed is sent to the other."""
-    bank = new_bank("cat", "horse", "gecko")
     mesh = Mesh(np.array(devices).reshape(2, 2, 1).transpose(1, 0, 2), ("pipe", "data", "model"))
-    options = {"num_stages": 2, "num_microbatches": 2, "mesh": mesh, "cuts": ["second"]}
-    pipe = jaxpp.Pipeline(loss_of_task, optax.adamw(1e-2), bank=bank, **options)
-    state = pipe.init(PARAMS, batch(0))
-    for step, task in enumerate((["cat", "horse"], "gecko", ["horse", "cat"])):
-        state, metrics = pipe.step(state, batch(step), task=task)
-        found[f"loss of replicas {step}"] = np.asarray(metrics.loss)
-    for name in bank.tasks:
-        found.add(f"replicas' {name}", (bank.params(name), bank.opt_state(name)))
+    for kind, more in {"plain": {}, "scaled": {"loss_scale": DynamicScale(scale=1024.0)}, "late": {"delay": 1}}.items():
+        bank = new_bank("cat", "horse", "gecko")
+        options = {"num_stages": 2, "num_microbatches": 2, "mesh": mesh, "cuts": ["second"]} | more
+        pipe = jaxpp.Pipeline(loss_of_task, optax.adamw(1e-2), bank=bank, **options)
+        state = pipe.init(PARAMS, batch(0))
+        pipes = [pipe]
+        if kind == "scaled":
+            pipes.append(pipe.other(other_loss_of_task))
+            pipes[1].init(state, batch(0))
+        for step, task in enumerate((["cat", "horse"], "gecko", ["horse", "cat"])):
+            state, metrics = pipes[step % len(pipes)].step(state, batch(step), task=task)
+            found[f"loss of {kind} replicas {step}"] = np.asarray(metrics.loss)
+        for name in bank.tasks:
+            found.add(f"{kind} replicas' {name}", (bank.params(name), bank.opt_state(name)))
 
 
 def run(devices: Sequence[jax.Device], folder: Path) -> Found:
@@ -213,7 +223,8 @@ def run(devices: Sequence[jax.Device], folder: Path) -> Found:
 
 def main(folder: str) -> None:
     """Run in one of two processes, and write what was found."""
-    warnings.simplefilter("ignore", jaxpp.UnevenStagesWarning)
+    for kind in (jaxpp.UnevenStagesWarning, jaxpp.OptionWarning):
+        warnings.simplefilter("ignore", kind)
     path = Path(folder)
     np.savez(path / f"{jax.process_index()}.npz", **run(jax.devices(), path))
 

@@ -66,7 +66,6 @@ WRONG = [
     {"schedules": ()},
     {"num_stages": 4, "schedule": "1f1b"},
     {"data_parallel": (2, 3), "num_ranks": (2, 3)},
-    {"bank": "bank"},
     {"hbm": "1023KiB"},
 ]
 
@@ -256,3 +255,25 @@ def test_parameters_and_a_state_of_the_model_may_be_given_too(machine):
     with pytest.raises(ArgumentError, match="optimizer"):
         jaxpp.tune(stateful, None, params, BATCH)
     assert issubclass(OptimizerError, ValueError)
+
+
+def of_task(params, own, batch):
+    return loss_fn(params, batch) + jnp.mean((batch @ own["head"]) ** 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("made", [False, True])
+def test_a_step_of_a_bank_is_measured_with_its_first_set_there_and_the_bank_stays_as_it_is(made):
+    params = init if made else jax.device_get(init(jax.random.key(0)))
+    bank = jaxpp.Bank({task: {"head": np.full((8, 16), k, "float32")} for k, task in enumerate("pq")}, OPTIMIZER, slots=3)
+    order = {"schedules": "1f1b", "num_microbatches": 3, "stages_per_rank": 1, "balance": "flops", "num_measured": 2, "keep": False}
+    given = {"devices": jax.devices()[:4], "data_parallel": (1, 2), "bank": bank}
+    tuning = jaxpp.tune(of_task, OPTIMIZER, params, BATCH, **order, **given)
+    assert {row.candidate.replicas for row in tuning.measured} == {1, 2}
+    assert bank.host_store.traffic.loads == 0
+    np.testing.assert_array_equal(bank.params("q")["head"], np.ones((8, 16)))
+    pipe = tuning.pipeline()
+    state = pipe.init(params, jax.random.key(0), BATCH) if made else pipe.init(params, BATCH)
+    state, _ = pipe.step(state, BATCH, task="q")
+    (best,) = (row for row in tuning.with_memory if row.candidate == tuning.found.best.candidate)
+    assert best.peaks == tuple(pipe.forecast(state, BATCH).peaks.values()), "with the sets that wait"

@@ -326,11 +326,8 @@ def forecast(
     """
     room, engine = room_of(engine, room), engine.at(batch)
     liveness = liveness_of_all(engine, batch, key, purpose)
-    end = len(liveness.lines) + 1
     whole = liveness if base is None else with_optimizer(base, liveness)
-    if waiting:
-        held = {life.name: life for life in whole.lives if life.begins == 0}
-        whole = dataclasses.replace(whole, lives=(*whole.lives, *(held[name]._replace(ends=end) for name in waiting)))
+    whole = with_waiting(whole, waiting)
     beside = whole.lives[len(liveness.lives) :]
     found = forecast_of(whole, engine.placement, room)
     if base is None and advise:
@@ -341,6 +338,12 @@ def forecast(
     if purpose == "forward":
         room -= max(sum(life.num_bytes for life in beside if life.device == device) for device in found.peaks)
     return dataclasses.replace(found, changes=_changes(found, engine, batch, key, room, purpose), tried=_TRIED[purpose])
+
+
+def with_waiting(liveness: Liveness, waiting: Sequence[Name]) -> Liveness:
+    """The same with a copy more of these leaves, each time that they are named, from the beginning to the end."""
+    end, held = len(liveness.lines) + 1, {life.name: life for life in liveness.lives if life.begins == 0}
+    return dataclasses.replace(liveness, lives=(*liveness.lives, *(held[name]._replace(ends=end) for name in waiting)))
 
 
 class _Trial(NamedTuple):
