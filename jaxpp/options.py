@@ -327,8 +327,7 @@ class Asked(NamedTuple):
         if loss.has_state:
             _check_order(made)
         places = submeshes(where.devices, where.mesh, where.data_parallel, made.num_ranks, known)
-        used = places[: made.num_ranks]
-        widest = max(used, key=lambda each: each.num_shards)
+        widest = max(places[: made.num_ranks], key=lambda each: each.num_shards)
         warning = None
         if where.devices is None and where.mesh is None:
             warning = devices_warning(made, places, where.data_parallel, by_name=isinstance(order.schedule, str))
@@ -346,7 +345,7 @@ class Asked(NamedTuple):
             remat=policies_of(memory.remat, num_stages, places[0].devices[0].platform),
             offload=offload_of(memory.remat, num_stages),
             cut_gradient=_boundaries_of(training.cut_gradient, num_stages),
-            balance=_balance_of(order.balance, used),
+            balance=_balance_of(order.balance),
             loss_scale=check_loss_scale(training.loss_scale, late=bool(training.delay)),
             shardings=_check_shardings(where.shardings, where.mesh, widest, known),
             shard=_shard_of(where.shard, is_loss=loss.is_loss),
@@ -443,16 +442,11 @@ def _reduction_of(reduction: str) -> str:
 _BALANCES = ("cost", "flops", "time", "memory")
 
 
-def _balance_of(balance: str, places: Sequence[Place]) -> str:
+def _balance_of(balance: str) -> str:
     if balance not in _BALANCES:
         rule = 'a loss is cut by "cost" (estimated), "flops" (counted), "time" (measured) or "memory" (estimated)'
         fix = spelt([balance], _BALANCES, 'pass balance="time" or balance="memory", or leave it out')
         raise ArgumentError("balance", rule, repr(balance), fix)
-    if balance == "memory" and len({place.num_shards for place in places}) > 1:
-        rule = "what a stage holds is found before it is known on how many devices it will be"
-        got = f"ranks of {', '.join(str(place.num_shards) for place in places)} devices"
-        fix = "leave balance out, and a rank gets work in proportion to its devices; or pass cuts=[...]"
-        raise ArgumentError(f"balance={balance!r}", rule, got, fix)
     return balance
 
 

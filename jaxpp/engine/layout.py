@@ -451,12 +451,18 @@ class _Layouts:
         devices = tuple(numbers[place.devices] for place in placement.places)
         clock = simulate(schedule, forward=1, input_grad=1, weight_grad=1, offload=options.offload or None)
         kept = counts_at_peaks(lifetimes(clock.bars, clock.times.copies), devices)
-        axes, params = options.axes.sizes, self._params(slicing)
+        params = self._params(slicing)
         state = [0] * len(params) if self.optimizer is None else self.optimizer.bytes_beside(slicing)
-        sizes = [count_bytes(leaf.aval) / num_parts(leaf.spec, axes) for leaf in params]
+        sizes = [count_bytes(leaf.aval) * (1 + (options.is_loss and not leaf.frozen)) for leaf in params]
+
+        def parts(sizes: Sequence[int], specs: Sequence[PartitionSpec]) -> tuple[tuple[float, ...], ...]:
+            """What of each leaf a device of each stage has."""
+            axes = [place.axis_sizes for place in placement.places]
+            return tuple(tuple(size / num_parts(spec, own) for size, spec in zip(sizes, specs, strict=True)) for own in axes)
+
         return StageBytes(
-            of_user=tuple(size * (1 + (options.is_loss and not leaf.frozen)) for size, leaf in zip(sizes, params, strict=True)),
-            of_owner=tuple(size / num_parts(leaf.part, axes) for size, leaf in zip(state, params, strict=True)),
+            of_user=parts(sizes, [leaf.spec for leaf in params]),
+            of_owner=parts(state, [leaf.part for leaf in params]),
             num_kept=kept,
             policies=options.remat or (RematPolicy(),) * num_stages,
             devices=devices,

@@ -297,12 +297,6 @@ PAIRS = {
         "Each replica sends to its like, and each rank would divide its devices otherwise.",
         final=False,
     ),
-    '`balance="memory"` with ranks of unequal width': Refusal(
-        lambda: make(balance="memory", **WIDE),
-        "before it is known on how many devices",
-        "What a stage holds is found before it is known on how many devices it will be.",
-        final=False,
-    ),
     '`weight=` with `reduction="sum"`': Refusal(
         lambda: make(weight=weight, reduction="sum"), "a sum has none", "Weights are those of a mean, and a sum has none."
     ),

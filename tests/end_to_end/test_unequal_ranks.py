@@ -203,7 +203,6 @@ REFUSED = {
     "a device in two ranks": lambda: pipeline(chain, ([D[0], D[1]], D[1])),
     "a device twice in a rank": lambda: pipeline(chain, ([D[0], D[0]], D[1])),
     "numbers in a rank": lambda: pipeline(chain, ([0, 1], [])),
-    "what is held": lambda: pipeline(chain, WIDE_FIRST, balance="memory"),
     "a search": lambda: jaxpp.tune(chain, optax.sgd(0.1), SETS[0], BATCH, devices=WIDE_FIRST),
     "what a rank cannot share evenly": lambda: shapes_of(chain, WIDE_FIRST, {"b": "column"}, ODD),
     "what a rank that only reads it cannot share evenly": lambda: shapes_of(tied, WIDE_LAST, {"a": "column"}, ODD_TIED),
@@ -213,6 +212,45 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_ranks_of_unequal_width_cannot_do_is_refused(name):
     messages.check("unequal_ranks", REFUSED, name, REFUSED[name])
+
+
+def most_of(layout, devices):
+    """Bytes of the parameters, their gradients and adam's moments on the device that holds most."""
+    widths = [len(each) if isinstance(each, list) else 1 for each in devices]
+    held = [0.0] * len(devices)
+    for leaf in layout.leaves.params:
+        held[leaf.stage] += 4 * leaf.aval.size / (widths[leaf.stage] if any(leaf.spec) else 1)
+    return max(held)
+
+
+@pytest.mark.parametrize("devices", [WIDE_FIRST, WIDE_LAST, pytest.param((D[:3], D[3]), marks=LONG)])
+def test_a_cut_for_equal_memory_counts_what_each_device_of_a_rank_holds(devices):
+    widths = [48, 12, 6, 96, 6, 6, 60, 6, 36, 12, 6, 6]
+    params = {f"w{k:02}": jnp.ones(shape) / 6 for k, shape in enumerate(itertools.pairwise(widths))}
+    rules = {name: "column" for name, leaf in params.items() if leaf.shape[0] > 6}  # the others are whole on every device
+
+    def loss_fn(params, x):
+        for name in sorted(params):
+            x = jnp.tanh(x @ params[name])
+        return jnp.mean(x**2)
+
+    def laid_out(**options):
+        given = {"shardings": rules, "num_microbatches": 1, "remat": "recompute"}
+        return open_engine(
+            Options.of(loss_fn, devices=devices, num_stages=2, **given | options), optax.adam(1e-2), (params,), jnp.ones((1, 48)), None
+        ).layout
+
+    found = most_of(laid_out(balance="memory"), devices)
+    every = {name: most_of(laid_out(cuts=[name]), devices) for name in list(params)[1:]}
+    assert found <= min(every.values()) * 1.05, every
+
+
+def test_steps_of_a_pipeline_cut_for_equal_memory_equal_those_of_optax():
+    params, batch = wide(SETS[0]), wide(BATCH)
+    pipe = pipeline(tied, THREE, balance="memory", schedule="1f1b")
+    state, metrics = trained(pipe, pipe.init(params, batch), batch, None, 3)
+    near((metrics.loss, state.params), plain(tied, params, batch, None, 3))
+    assert pipe.verify(state, batch)
 
 
 def test_a_leaf_that_only_narrow_ranks_hold_may_have_any_size():
