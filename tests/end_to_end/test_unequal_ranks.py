@@ -236,9 +236,8 @@ def test_a_cut_for_equal_memory_counts_what_each_device_of_a_rank_holds(devices)
 
     def laid_out(**options):
         given = {"shardings": rules, "num_microbatches": 1, "remat": "recompute"}
-        return open_engine(
-            Options.of(loss_fn, devices=devices, num_stages=2, **given | options), optax.adam(1e-2), (params,), jnp.ones((1, 48)), None
-        ).layout
+        asked = Options.of(loss_fn, devices=devices, num_stages=2, **given | options)
+        return open_engine(asked, optax.adam(1e-2), (params,), jnp.ones((1, 48)), None).layout
 
     found = most_of(laid_out(balance="memory"), devices)
     every = {name: most_of(laid_out(cuts=[name]), devices) for name in list(params)[1:]}
