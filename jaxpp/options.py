@@ -100,7 +100,7 @@ class Options:
     def alone(self, number: int) -> "Options":
         """The options of a pipeline of one of the replicas."""
         places = tuple(place.alone(number) for place in self.places)
-        return replace(self, places=places, axes=axes_alone(self.axes, places[0]))
+        return replace(self, places=places, axes=axes_alone(self.axes, _widest(places[: self.schedule.num_ranks])))
 
     def with_host(self, host: str | None) -> "Options":
         """The same with other parts of a state in host memory; an ArgumentError if that cannot be."""
@@ -327,7 +327,7 @@ class Asked(NamedTuple):
         if loss.has_state:
             _check_order(made)
         places = submeshes(where.devices, where.mesh, where.data_parallel, made.num_ranks, known)
-        widest = max(places[: made.num_ranks], key=lambda each: each.num_shards)
+        widest = _widest(places[: made.num_ranks])
         warning = None
         if where.devices is None and where.mesh is None:
             warning = devices_warning(made, places, where.data_parallel, by_name=isinstance(order.schedule, str))
@@ -366,6 +366,11 @@ class Asked(NamedTuple):
         )
         _check_together(found)
         return found.with_host(found.host)
+
+
+def _widest(places: Sequence[Place]) -> Place:
+    """The place of most devices in a replica."""
+    return max(places, key=lambda each: each.num_shards)
 
 
 _TRAINED = "the parameters that a step trains", 'trains="generator", or leave it out to train all'

@@ -140,7 +140,8 @@ class Pipeline(Forward):
             ``devices``; each rank is then a sub-mesh.
         data_parallel: the number of replicas, if there is no mesh. Each replica splits its part of the batch into
             ``num_microbatches``, so a step equals one with ``data_parallel`` times as many microbatches; microbatch i of replica r
-            has number ``r * num_microbatches + i``. Gradients are all-reduced once a step.
+            has number ``r * num_microbatches + i``. Gradients are all-reduced once a step. Where ``devices`` has lists, each has
+            the devices of one replica after another, as many for each.
         shardings: how parameters are sharded over ``"model"`` inside their stage: by path, ``{"*/fc": "column", "*/proj": "row",
             "*/attn": "heads", "embed": "embedding"}``, or with ``PartitionSpec``s or ``NamedSharding``s; a tree of these; a
             function of a path and a shape that returns one; pairs of a regular expression and a ``PartitionSpec``; or Flax's

@@ -38,7 +38,7 @@ from jaxpp.schedule.clock import Number, replay
 from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
-from jaxpp.stages.axes import DATA, axis_names
+from jaxpp.stages.axes import DATA, MODEL, axis_names
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven
 from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
@@ -196,7 +196,8 @@ def _divided(
     options: Options, params: Sequence[StateLeaf], specs: Sequence[PartitionSpec], packed: Collection[int] = ()
 ) -> list[StateLeaf]:
     """The parameter leaves as devices divide them; the gradients of those that are packed are summed whole."""
-    sizes, shard, found = options.axes.sizes, options.shard, list[StateLeaf]()
+    widths = [place.num_shards for place in options.placement.by_rank]  # any of these may hold a leaf
+    sizes, shard, found = options.axes.sizes | {MODEL: math.lcm(*widths)}, options.shard, list[StateLeaf]()
     asked = [DATA in itertools.chain.from_iterable(map(axis_names, spec)) for spec in specs]
     divides = sizes.get(DATA, 1) > 1 and (bool(shard) or any(asked))
     for leaf, spec, by_user in zip(params, specs, asked, strict=True):

@@ -212,6 +212,13 @@ PIPELINES = {
     "a wide rank first": {"devices": [D[:2], D[2]], "shardings": over_model},
     "a wide rank last": {"devices": [D[0], D[1:3]], "shardings": over_model},
     "ranks of three widths": {"devices": [D[:2], D[2], D[3:7]], "shardings": over_model},
+    "replicas of ranks of two widths": {"devices": [D[:4], D[4:6]], "shardings": over_model, "data_parallel": 2},
+    "replicas of ranks of two widths that divide both": {
+        "devices": [D[:2], D[2:6]],
+        "shardings": over_model,
+        "data_parallel": 2,
+        "shard": ("gradients", "parameters"),
+    },
     "steps in flow": {"delay": 1},
     "replicas in flow": {"delay": 1, "data_parallel": 2},
     "replicas in flow that divide gradients": {"delay": 1, "data_parallel": 2, "shard": "gradients"},
@@ -289,12 +296,6 @@ PAIRS = {
         lambda: jaxpp.tune(of_task, CLIPPED, PARAMS, X, bank=jaxpp.Bank({"t": {"w": np.eye(8)}}, CLIPPED)),
         "one set of parameters",
         "What it takes to bring a set depends on which tasks follow one another.",
-        final=False,
-    ),
-    "Replicas of ranks of unequal width": Refusal(
-        lambda: make(data_parallel=2, **WIDE),
-        "a rank of one replica",
-        "Each replica sends to its like, and each rank would divide its devices otherwise.",
         final=False,
     ),
     '`weight=` with `reduction="sum"`': Refusal(
