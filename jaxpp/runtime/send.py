@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import ArgumentError
@@ -153,7 +154,7 @@ def by_replica(target: Home) -> tuple[PartitionSpec, list[Home]]:
     entries = [axis_names(entry) for entry in sharding.spec] if isinstance(sharding, NamedSharding) else []
     if not isinstance(sharding, NamedSharding) or sharding.mesh.shape[DATA] == 1 or (MODEL, DATA) in entries:
         return PartitionSpec(), [target]
-    rows, names = sharding.mesh.devices, sharding.mesh.axis_names
+    rows, names = np.asarray(sharding.mesh.devices), sharding.mesh.axis_names
     homes = [NamedSharding(Mesh(row[None], names), sharding.spec) if len(row) > 1 else row[0] for row in rows]
     return PartitionSpec(*(DATA if DATA in entry else None for entry in entries)), homes
 
