@@ -107,9 +107,6 @@ class Options:
         found = self if host == self.host else replace(self, host=host)
         if host is not None:
             _check_memories(found.devices, f"host={host!r}", "no host=")
-        if host == "params" and found.delay:
-            rule = "steps that flow into one another read parameters of two ages, which their devices hold"
-            raise ArgumentError(f"host={host!r}", rule, f"delay={found.delay}", 'pass host="optimizer", or leave host or delay out')
         return found
 
     def hosted(self) -> list["Options"]:
@@ -152,6 +149,7 @@ class Options:
             (self.host == "optimizer" and not waits, 'host="optimizer"', waiting, nothing, "leave it out"),
             (self.fuse and known and not fuses, "fuse=True", behind, schedule.name, f"{order}, or leave it out"),
             (delay and self.offloaded, late, f'with remat="offload" {ends}', "both", both),
+            (delay and self.host == "params", late, f"where parameters visit their devices, {ends}", 'host="params" too', both),
             (delay and self.by_processes, late, f"where processes meet at each step, {ends}", "several processes", out),
             (delay and calls_host, late, f"where the host is waited for, {ends}", called, out),
             (

@@ -176,7 +176,7 @@ class Pipeline(Forward):
             stage that works, and the next one's parameters. A rank needs many stages for that, as
             ``jaxpp.schedule.make("looped-bfs", stages_per_rank=8, ...)`` gives it. Results are the same bit by bit; on a GPU with
             ``"params"`` up to rounding, as the gradients of the first microbatch are of a program of their own there.
-            With ``delay=1`` the optimizer's state alone can wait.
+            With ``delay=1`` and ``"params"`` the parameters before the last step wait too, and each step ends before the next begins.
         trains: the parameters that a step changes, by path or pattern of paths: ``"generator"``, ``("*/lora_a", "*/lora_b")``.
             The others keep their values, and what the optimizer holds for them stays as it is; nothing is computed for their
             gradients. ``other`` makes the pipeline that trains them. The optimizer holds what it does for each apart, as that of

@@ -195,14 +195,22 @@ _LARGE = 1 << 27  # bytes of arguments above which an update holds little at onc
 
 
 def add_update(
-    builder: Builder, update: Update, loss: Name, states: Sequence[Name], packed: _Packed, num_replicas: int
+    builder: Builder,
+    update: Update,
+    loss: Name,
+    states: Sequence[Name],
+    packed: _Packed,
+    num_replicas: int,
+    *,
+    visits: bool = False,
 ) -> UpdateResults[Name]:
     """Add the update to a step that has its gradients; ``states`` are what the new model state is called.
 
     New parameters may take over the buffers of the old ones; those of which the state has the values before the last step too, the
-    buffers of these. Where replicas divide what they do not have of their own, programs of its own update what they have.
+    buffers of these, unless the device has but copies of either (``visits``). Where replicas divide what they do not have of their
+    own, programs of its own update what they have.
     """
-    return _Writer(builder, update, loss, states, packed, num_replicas).run()
+    return _Writer(builder, update, loss, states, packed, num_replicas, visits).run()
 
 
 class _Part(NamedTuple):
@@ -237,6 +245,7 @@ class _Writer:
     states: Sequence[Name]
     packed: _Packed
     num_replicas: int
+    visits: bool
 
     def __post_init__(self):
         update, num_replicas = self.update, self.num_replicas
@@ -247,7 +256,7 @@ class _Writer:
         inputs = UpdateInputs(*refilled(names, graph.inputs))
         self.source: dict[Var, Name] = dict(zip(graph.inputs, flat(names), strict=True))
         self.old: list[Var] = [*inputs.params, *inputs.opt]  # the results begin with the new versions of these
-        self.before_last = {leaf.index: leaf.name(num_replicas) for leaf in leaves.previous}
+        self.before_last = {leaf.index: leaf.name(num_replicas) for leaf in leaves.previous if not self.visits}
         self.stages = flat(update.result_stages)
         own = flat(_read_by(leaves, lambda leaf: leaf.own and num_replicas > 1, of_loss=False))
         self.own = descendants(graph, [var for var, mine in zip(graph.inputs, own, strict=True) if mine])

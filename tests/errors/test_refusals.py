@@ -90,7 +90,6 @@ REFUSED = {
     "remat in words": lambda: two(remat=["offloaded", jaxpp.Offload(), "offload"]),
     "replicas of unequal number": lambda: two(data_parallel=[2, 1]),
     "a delay of two": lambda: two(delay=2),
-    "a delay and parameters in host memory": lambda: two(delay=1, host="params"),
     "a delay and a bank": lambda: banked(delay=1),
     "another loss of steps in flow": lambda: two(delay=1).other(loss_fn),
     "a flush of parameters": lambda: begun(delay=1)[0].flush(PARAMS),
