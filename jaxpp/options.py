@@ -75,6 +75,7 @@ class Options:
     trains: tuple[str, ...] | None = None  # the paths of the parameters that a step changes; None: of all
     host: str | None = None  # what waits in host memory while no device works with it: a word of ``WAITING``
     delay: int = 0  # how many steps the gradients of a step are late
+    late: tuple[str, ...] | None = None  # with ``delay``, the paths of what any loss of a state trains; None: of all
     max_shapes: int = 8
     fuse: bool | None = None  # whether a forward and the backward behind it run as one program, where a stage can; see ``fuses``
     threads: str = "auto"  # what hands over a step: "one" thread, one for each of the "ranks", or what is likely to be quicker
@@ -119,7 +120,7 @@ class Options:
                 found.append(self.with_host(word))
         return found
 
-    def idle(self, *, calls_host: bool, waits: bool, divides: bool, shares: bool) -> Iterator["OptionWarning"]:
+    def idle(self, *, calls_host: bool, waits: bool, divides: bool, shares: bool, copies: bool) -> Iterator["OptionWarning"]:
         """What to tell of options that change nothing beside the others, and beside this loss and optimizer.
 
         Args:
@@ -127,6 +128,7 @@ class Options:
             waits: whether the optimizer's state has leaves that can wait in host memory.
             divides: whether the loss says how its values are divided over axes.
             shares: whether replicas hold parts of what they are asked to divide.
+            copies: whether another loss trains parameters that this one leaves alone.
         """
         schedule, known, delay = self.schedule, not self.made_to_measure, bool(self.delay)
         single = self.placement.num_replicas == 1
@@ -149,6 +151,7 @@ class Options:
             (self.host == "optimizer" and not waits, 'host="optimizer"', waiting, nothing, "leave it out"),
             (self.fuse and known and not fuses, "fuse=True", behind, schedule.name, f"{order}, or leave it out"),
             (delay and self.offloaded, late, f'with remat="offload" {ends}', "both", both),
+            (copies, late, f"where another loss trains what this one leaves alone, {ends}", f"trains={self.trains!r}", out),
             (delay and self.host == "params", late, f"where parameters visit their devices, {ends}", 'host="params" too', both),
             (delay and self.by_processes, late, f"where processes meet at each step, {ends}", "several processes", out),
             (delay and calls_host, late, f"where the host is waited for, {ends}", called, out),
@@ -329,6 +332,7 @@ class Asked(NamedTuple):
         warning = None
         if where.devices is None and where.mesh is None:
             warning = devices_warning(made, places, where.data_parallel, by_name=isinstance(order.schedule, str))
+        trains = None if training.trains is None else _paths_of("trains", training.trains, *_TRAINED, least=1)
         found = Options(
             schedule=made,
             places=places,
@@ -348,13 +352,14 @@ class Asked(NamedTuple):
             shardings=_check_shardings(where.shardings, where.mesh, widest, known),
             shard=_shard_of(where.shard, is_loss=loss.is_loss),
             broadcast=_paths_of("broadcast", loss.broadcast, "batch leaves for all microbatches", 'broadcast=("beta", "graph/*")'),
-            trains=None if training.trains is None else _paths_of("trains", training.trains, *_TRAINED, least=1),
+            trains=trains,
             max_shapes=int(memory.max_shapes),
             hbm=memory.hbm,
             fuse=memory.fuse,
             threads=_threads_of(order.threads),
             host=_host_of(memory.host, is_loss=loss.is_loss),
             delay=_delay_of(training.delay),
+            late=trains,
             counts_microbatches=order.num_microbatches is None and loss.is_loss and isinstance(order.schedule, str),
             made_to_measure=auto,
             axes=axes_of(widest, where.mesh, known),

@@ -329,6 +329,11 @@ class _Layouts:
             warnings=tuple(filter(None, warnings)),
         ).divided(options), first
 
+    @property
+    def _still(self) -> frozenset[int]:
+        """The parameter leaves given that no loss of a state trains."""
+        return untrained_leaves(self.given[0], self.options.late, strict=False)
+
     def _specs(self, slicing: Slicing, shared: int) -> list[PartitionSpec]:
         """How each parameter leaf is sharded, if they are sliced so."""
         given = self.specs or [WHOLE] * len(jax.tree.leaves(self.given[0]))
@@ -351,9 +356,12 @@ class _Layouts:
                 "shardings", rule, rough, "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
             )
         untrained = () if self.optimizer is None else self.optimizer.untrained
-        frozen, kept = (set(slicing.leaves(which)) for which in (self.frozen, untrained))
+        frozen, kept, still = (set(slicing.leaves(which)) for which in (self.frozen, untrained, self._still))
+        late = bool(options.delay) and self.optimizer is not None
         found = [
-            StateLeaf(Role.PARAM, k, aval, -1, frozen=k in frozen, own=k >= shared, changes=k not in kept)
+            StateLeaf(
+                Role.PARAM, k, aval, -1, frozen=k in frozen, own=k >= shared, changes=k not in kept, late=late and k not in still
+            )
             for k, (_, aval) in enumerate(pairs)
         ]
         return _divided(options, found, specs)
@@ -376,6 +384,7 @@ class _Layouts:
             waits=not all(map(_stays, opt)),
             divides=loss.graph.sharded,
             shares=self._shares(params, slicing),
+            copies=any(leaf.late and not leaf.changes for leaf in params),
         )
         if not loss.graph.sharded:
             divided_on = {stage for spec, stages in zip(specs, readers, strict=True) if any(spec) for stage in stages}
@@ -642,7 +651,7 @@ def place_leaves(options: Options, layout: Layout, first: CutLoss) -> Placed:
     (loss,) = shapes_of(first.loss.graph.outputs[:1])
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(layout.params)]
     optimizer = layout.optimizer.reading(loss).held(layout.slicing)
-    update = plan_update(optimizer, leaves, paths, loss, loss_stage, scaling, late=bool(options.delay))
+    update = plan_update(optimizer, leaves, paths, loss, loss_stage, scaling)
     leaves = update.leaves._replace(model_state=leaves.model_state)
     return Placed(layout, leaves, options.placement, update, options.waiting, trace_context())
 

@@ -6,6 +6,7 @@ hops before it, and one program runs per stage and level: adamw, lion, adafactor
 A condition over all leaves becomes one choice a leaf.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -112,7 +113,8 @@ class Update:
 
     def new_state(self, names: Leaves[Name], made: UpdateResults[Name], states: Sequence[Name]) -> Leaves[Name]:
         """What the leaves of the state after a step are called: ``names`` before it, ``states`` of the new model state."""
-        previous = [names.all_params[leaf.index] for leaf in self.leaves.previous]  # what was the newest
+        newest = {leaf.index: name for leaf, name in zip(self.leaves.all_params, names.all_params, strict=True)}
+        previous = [_copy_of(newest[leaf.index]) if leaf.changes else newest[leaf.index] for leaf in self.leaves.previous]
         scale = [*made.scale, *(names.loss_scale[number] for number in self.late_scale)]
         return names.fill([*made.params, *made.opt, *(made.state or states), *scale, *previous])
 
@@ -129,13 +131,11 @@ def plan_update(
     loss: Aval,
     loss_stage: int,
     scaling: Scaling | None,
-    *,
-    late: bool = False,
 ) -> Update:
     """Give the leaves of an optimizer's state and the equations of its update to the stages of these parameters.
 
     ``paths`` are what the user calls the parameters; ``leaves`` has these, the model state and the loss scale. Where gradients are
-    ``late``, the state has what changes as it was before the last step too.
+    late, the state has parameters as they were before the last step: what were the newest, or copies of what does not change.
 
     Of frozen leaves no gradient is read, and only those that replicas share count in the reported norm. With ``scaling`` a
     gradient that is not finite changes nothing, nor the model state. What does not change lives where it otherwise would.
@@ -145,8 +145,8 @@ def plan_update(
     shared = len(opts) - (optimizer.tree.children()[1].num_leaves if leaves.own_params else 0)  # a pair of states
     leaves = leaves._replace(opt=opts[:shared], own_opt=[replace(leaf, own=True) for leaf in opts[shared:]])
     leaves = leaves if scaling is not None else leaves._replace(model_state=())
-    previous = [replace(leaf, role=Role.PREVIOUS, changes=False) for leaf in params if late and leaf.changes]
-    leaves = leaves._replace(previous=previous)  # whose new values are arrays that were parameters
+    previous = [replace(leaf, role=Role.PREVIOUS, changes=not leaf.changes) for leaf in params if leaf.late]
+    leaves = leaves._replace(previous=previous)
     uncounted = {leaf.index for leaf in params if leaf.frozen or leaf.own}
     watched = sorted({leaf.stage for leaf in params if leaf.index not in uncounted})
 
@@ -307,7 +307,27 @@ class _Writer:
         for part, mine in chosen.items():
             names = self._compute(part, mine)
             results.update(zip(mine, names, strict=True))
+        self._copy()
         return UpdateResults(*refilled(self.update.result_stages, [self._bring(k, results[k]) for k in range(len(results))]))
+
+    def _copy(self) -> None:
+        """Write the lines that copy what this step leaves alone and another loss trains: it is late for the next step too."""
+        stages: dict[int, list[StateLeaf]] = {}
+        for leaf in self.update.leaves.previous:
+            if leaf.changes:
+                stages.setdefault(leaf.stage, []).append(leaf)
+        for stage, mine in stages.items():
+            old = [leaf.name(self.num_replicas) for leaf in mine]
+            newest = [name._replace(ref=replace(name.ref, role=Role.PARAM)) for name in old]
+            reads, writes = [*([] if self.visits else old), *newest], list(map(_copy_of, newest))
+            refs = tuple(name.ref for name in reads), tuple(name.ref for name in writes)
+            program = self.update.programs.get((stage, *refs))
+            if program is None:
+                avals = shapes_of(leaf.aval for leaf in mine) * (len(reads) // len(mine))
+                run = functools.partial(_copied, len(mine))
+                program = Program(run, *refs, avals, name=f"stage_{stage}_copy_parameters")
+                self.update.programs[stage, *refs] = program
+            self.builder.compute(f"copy parameters of stage {stage}", program, stage, reads, writes)
 
     def _bring(self, k: int, name: Name) -> Name:
         """A result made away from its owner (a scalar, or what a condition over all leaves makes) is sent there."""
@@ -398,6 +418,16 @@ class _Writer:
             name = self.before_last.get(k, self.source[var])
             if name.stage == stage and (k in self.before_last or name in reads):
                 yield name, var
+
+
+def _copy_of(name: Name) -> Name:
+    """What a copy of a parameter is called that a step leaves alone, as the one before the last step for the next."""
+    return name._replace(ref=replace(name.ref, role=Role.PREVIOUS, new=True))
+
+
+def _copied(count: int, *args: Array) -> list[Array]:
+    """Copies of the last arguments, which may take over the buffers of those before them."""
+    return [jnp.array(value, copy=True) for value in args[-count:]]
 
 
 def _wide(grad: Array) -> Array:

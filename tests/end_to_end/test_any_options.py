@@ -136,7 +136,7 @@ VERBS = "evaluate", "evaluate other", "apply", "stream", "forecast", "pickle", "
 REPLICAS = {"replicas", "mesh", "renamed mesh"}
 ALONE = (REPLICAS, REPLICAS - {"replicas"} | {"wide"}, {"weight", "reduction"}, {"pieces", "uneven"}, {"pieces", "sizes"})
 """Options of which a case has one: nothing but a mistake asks for two."""
-REFUSED = ("bank", "delay"), ("bank", "other"), ("bank", "trains"), ("bank", "loss_scale"), ("delay", "other")
+REFUSED = ("bank", "delay"), ("bank", "other"), ("bank", "trains"), ("bank", "loss_scale")
 """Options that often refuse one another: a crowded case has one of each two, or it would seldom train."""
 ORDER: Given = {"schedule": "1f1b", "ranks": 2, "per_rank": 2, "microbatches": 2, "optimizer": "momentum"}
 """What every pipeline has, and the plainest of each."""

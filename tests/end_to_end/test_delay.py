@@ -38,7 +38,9 @@ from jaxpp.verify import compare
 from tests.models import LAYERS, PARAMS, X, looped, loss_fn, pipeline, schedule_for
 from tests.random_models import random_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:delay=1. where (no rank has room|the host is waited|parameters visit):jaxpp.OptionWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:delay=1. where (no rank has room|the host is waited|parameters visit):jaxpp.OptionWarning"
+)
 WIDTH = 8
 KEYS = [jax.random.key(k) for k in range(4)]
 

@@ -270,12 +270,6 @@ PAIRS = {
         "The step before may be of another task, so a set has no parameters before the last step; those of Theta could be late.",
         final=False,
     ),
-    "`delay=1` with `pipe.other`": Refusal(
-        lambda: make(delay=1).other(chain),
-        "losses that take turns",
-        "Steps of two losses that flow into one another would need the order of both schedules.",
-        final=False,
-    ),
     "`loss_scale=` with a bank and replicas": Refusal(
         lambda: with_bank(loss_scale=DynamicScale(), data_parallel=2),
         "each task has its own sum of gradients",

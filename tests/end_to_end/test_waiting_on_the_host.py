@@ -219,9 +219,7 @@ def on_the_host(device=jax.devices()[0]):  # noqa: B008  (there is one, whenever
     return sum({data.unsafe_buffer_pointer(): data.nbytes for data in shards}.values())
 
 
-@pytest.mark.parametrize(
-    ("host", "delay"), [("params", 0), ("params", 1), pytest.param("optimizer", 0, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("host", "delay"), [("params", 0), ("params", 1), pytest.param("optimizer", 0, marks=pytest.mark.long)])
 def test_the_host_holds_the_state_once_and_the_new_values_of_a_stage(host, delay):
     depth = 8
     pipe, state, x = budget_of(host, depth=depth, delay=delay)

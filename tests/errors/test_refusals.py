@@ -91,7 +91,7 @@ REFUSED = {
     "replicas of unequal number": lambda: two(data_parallel=[2, 1]),
     "a delay of two": lambda: two(delay=2),
     "a delay and a bank": lambda: banked(delay=1),
-    "another loss of steps in flow": lambda: two(delay=1).other(loss_fn),
+    "a late loss that trains more": lambda: begun(delay=1, trains="a")[0].other(loss_fn, trains="b"),
     "a flush of parameters": lambda: begun(delay=1)[0].flush(PARAMS),
     "gradients in host memory": lambda: two(host="gradients"),
     "a task a replica and a loss scale": lambda: banked(data_parallel=2, loss_scale=DynamicScale()),
