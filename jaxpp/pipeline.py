@@ -443,7 +443,8 @@ class Pipeline(Forward):
             alone, still = (untrained_leaves(setup.engine.layout.given[0], each, strict=False) for each in (known, trains))
             if not alone <= still:
                 rule = "with delay=1 a state holds what any of its losses trains as it was before the last step"
-                got = f"trains={trains!r}, after the init of a pipeline with trains={known!r}"
+                wants = "all" if trains is None else ", ".join(trains)
+                got = f"a loss that trains {wants}, after the init of a pipeline that trains {', '.join(known)}"
                 raise ArgumentError("pipe.other", rule, got, "call pipe.other before pipe.init")
             return
         self._options = replace(self._options, late=None if trains is None else tuple(dict.fromkeys((*known, *trains))))
