@@ -644,7 +644,7 @@ class Session:
 
     def __init__(self, pipe, kind, seed, monkeypatch):
         self.pipe, self.kind, self.rng, self.monkeypatch = pipe, kind, np.random.default_rng(seed), monkeypatch
-        self.known, self.x, self.done = trajectory(kind), X.astype(jnp.float64), [kind]
+        self.known, self.x, self.done, self.elsewhere = trajectory(kind), X.astype(jnp.float64), [kind], False
         self.start(0)
 
     def start(self, step):
@@ -677,7 +677,7 @@ class Session:
     def op_step(self):
         old = self.state
         self.state, self.metrics = self.pipe.step(old, self.batch)
-        self.old = old
+        self.old, self.elsewhere = None if self.elsewhere else old, False
 
     def op_keep_the_old_state(self):
         kept, (self.state, self.metrics), self.old = self.state, self.pipe.step(self.state, self.batch, donate=False), None
@@ -705,6 +705,7 @@ class Session:
 
     def op_copy(self):
         self.state, self.old = copy.deepcopy(self.state), None
+        self.elsewhere = "host" in KINDS[self.kind].options  # what waits is copied to devices, and a step takes copies of that
 
     def op_thread(self):
         with ThreadPoolExecutor(1) as pool:
