@@ -357,11 +357,9 @@ class _Layouts:
             )
         untrained = () if self.optimizer is None else self.optimizer.untrained
         frozen, kept, still = (set(slicing.leaves(which)) for which in (self.frozen, untrained, self._still))
-        late = bool(options.delay) and self.optimizer is not None
+        late = set(range(shared if options.delay and self.optimizer is not None else 0)).difference(still)
         found = [
-            StateLeaf(
-                Role.PARAM, k, aval, -1, frozen=k in frozen, own=k >= shared, changes=k not in kept, late=late and k not in still
-            )
+            StateLeaf(Role.PARAM, k, aval, -1, frozen=k in frozen, own=k >= shared, changes=k not in kept, late=k in late)
             for k, (_, aval) in enumerate(pairs)
         ]
         return _divided(options, found, specs)
