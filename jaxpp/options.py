@@ -75,6 +75,7 @@ class Options:
     trains: tuple[str, ...] | None = None  # the paths of the parameters that a step changes; None: of all
     host: str | None = None  # what waits in host memory while no device works with it: a word of ``WAITING``
     delay: int = 0  # how many steps the gradients of a step are late
+    late: tuple[str, ...] | None = None  # with ``delay``, the paths of what any loss of a state trains; None: of all
     max_shapes: int = 8
     fuse: bool | None = None  # whether a forward and the backward behind it run as one program, where a stage can; see ``fuses``
     threads: str = "auto"  # what hands over a step: "one" thread, one for each of the "ranks", or what is likely to be quicker
@@ -101,16 +102,13 @@ class Options:
     def alone(self, number: int) -> "Options":
         """The options of a pipeline of one of the replicas."""
         places = tuple(place.alone(number) for place in self.places)
-        return replace(self, places=places, axes=axes_alone(self.axes, places[0]))
+        return replace(self, places=places, axes=axes_alone(self.axes, _widest(places[: self.schedule.num_ranks])))
 
     def with_host(self, host: str | None) -> "Options":
         """The same with other parts of a state in host memory; an ArgumentError if that cannot be."""
         found = self if host == self.host else replace(self, host=host)
         if host is not None:
             _check_memories(found.devices, f"host={host!r}", "no host=")
-        if host == "params" and found.delay:
-            rule = "steps that flow into one another read parameters of two ages, which their devices hold"
-            raise ArgumentError(f"host={host!r}", rule, f"delay={found.delay}", 'pass host="optimizer", or leave host or delay out')
         return found
 
     def hosted(self) -> list["Options"]:
@@ -123,7 +121,7 @@ class Options:
                 found.append(self.with_host(word))
         return found
 
-    def idle(self, *, calls_host: bool, waits: bool, divides: bool, shares: bool) -> Iterator["OptionWarning"]:
+    def idle(self, *, calls_host: bool, waits: bool, divides: bool, shares: bool, copies: bool) -> Iterator["OptionWarning"]:
         """What to tell of options that change nothing beside the others, and beside this loss and optimizer.
 
         Args:
@@ -131,6 +129,7 @@ class Options:
             waits: whether the optimizer's state has leaves that can wait in host memory.
             divides: whether the loss says how its values are divided over axes.
             shares: whether replicas hold parts of what they are asked to divide.
+            copies: whether another loss trains parameters that this one leaves alone.
         """
         schedule, known, delay = self.schedule, not self.made_to_measure, bool(self.delay)
         single = self.placement.num_replicas == 1
@@ -153,6 +152,8 @@ class Options:
             (self.host == "optimizer" and not waits, 'host="optimizer"', waiting, nothing, "leave it out"),
             (self.fuse and known and not fuses, "fuse=True", behind, schedule.name, f"{order}, or leave it out"),
             (delay and self.offloaded, late, f'with remat="offload" {ends}', "both", both),
+            (copies, late, f"where another loss trains what this one leaves alone, {ends}", f"trains={self.trains!r}", out),
+            (delay and self.host == "params", late, f"where parameters visit their devices, {ends}", 'host="params" too', both),
             (delay and self.by_processes, late, f"where processes meet at each step, {ends}", "several processes", out),
             (delay and calls_host, late, f"where the host is waited for, {ends}", called, out),
             (
@@ -328,11 +329,11 @@ class Asked(NamedTuple):
         if loss.has_state:
             _check_order(made)
         places = submeshes(where.devices, where.mesh, where.data_parallel, made.num_ranks, known)
-        used = places[: made.num_ranks]
-        widest = max(used, key=lambda each: each.num_shards)
+        widest = _widest(places[: made.num_ranks])
         warning = None
         if where.devices is None and where.mesh is None:
             warning = devices_warning(made, places, where.data_parallel, by_name=isinstance(order.schedule, str))
+        trains = None if training.trains is None else _paths_of("trains", training.trains, *_TRAINED, least=1)
         found = Options(
             schedule=made,
             places=places,
@@ -347,18 +348,19 @@ class Asked(NamedTuple):
             remat=policies_of(memory.remat, num_stages, places[0].devices[0].platform),
             offload=offload_of(memory.remat, num_stages),
             cut_gradient=_boundaries_of(training.cut_gradient, num_stages),
-            balance=_balance_of(order.balance, used),
+            balance=_balance_of(order.balance),
             loss_scale=check_loss_scale(training.loss_scale, late=bool(training.delay)),
             shardings=_check_shardings(where.shardings, where.mesh, widest, known),
             shard=_shard_of(where.shard, is_loss=loss.is_loss),
             broadcast=_paths_of("broadcast", loss.broadcast, "batch leaves for all microbatches", 'broadcast=("beta", "graph/*")'),
-            trains=None if training.trains is None else _paths_of("trains", training.trains, *_TRAINED, least=1),
+            trains=trains,
             max_shapes=int(memory.max_shapes),
             hbm=memory.hbm,
             fuse=memory.fuse,
             threads=_threads_of(order.threads),
             host=_host_of(memory.host, is_loss=loss.is_loss),
             delay=_delay_of(training.delay),
+            late=trains,
             counts_microbatches=order.num_microbatches is None and loss.is_loss and isinstance(order.schedule, str),
             made_to_measure=auto,
             axes=axes_of(widest, where.mesh, known),
@@ -368,6 +370,11 @@ class Asked(NamedTuple):
         )
         _check_together(found)
         return found.with_host(found.host)
+
+
+def _widest(places: Sequence[Place]) -> Place:
+    """The place of most devices in a replica."""
+    return max(places, key=lambda each: each.num_shards)
 
 
 _TRAINED = "the parameters that a step trains", 'trains="generator", or leave it out to train all'
@@ -444,16 +451,11 @@ def _reduction_of(reduction: str) -> str:
 _BALANCES = ("cost", "flops", "time", "memory")
 
 
-def _balance_of(balance: str, places: Sequence[Place]) -> str:
+def _balance_of(balance: str) -> str:
     if balance not in _BALANCES:
         rule = 'a loss is cut by "cost" (estimated), "flops" (counted), "time" (measured) or "memory" (estimated)'
         fix = spelt([balance], _BALANCES, 'pass balance="time" or balance="memory", or leave it out')
         raise ArgumentError("balance", rule, repr(balance), fix)
-    if balance == "memory" and len({place.num_shards for place in places}) > 1:
-        rule = "what a stage holds is found before it is known on how many devices it will be"
-        got = f"ranks of {', '.join(str(place.num_shards) for place in places)} devices"
-        fix = "leave balance out, and a rank gets work in proportion to its devices; or pass cuts=[...]"
-        raise ArgumentError(f"balance={balance!r}", rule, got, fix)
     return balance
 
 

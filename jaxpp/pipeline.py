@@ -28,6 +28,7 @@ from jaxpp.observe.dead_stages import Detector
 from jaxpp.observe.memory.forecast import parse_bytes
 from jaxpp.observe.profile.record import Flowing, Steps, Work
 from jaxpp.observe.profile.trace import STEP
+from jaxpp.optim.owners import untrained_leaves
 from jaxpp.options import Asked, Loss, Memory, Order, Training, Where
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.runtime.processes.channel import agreement
@@ -140,7 +141,8 @@ class Pipeline(Forward):
             ``devices``; each rank is then a sub-mesh.
         data_parallel: the number of replicas, if there is no mesh. Each replica splits its part of the batch into
             ``num_microbatches``, so a step equals one with ``data_parallel`` times as many microbatches; microbatch i of replica r
-            has number ``r * num_microbatches + i``. Gradients are all-reduced once a step.
+            has number ``r * num_microbatches + i``. Gradients are all-reduced once a step. Where ``devices`` has lists, each has
+            the devices of one replica after another, as many for each.
         shardings: how parameters are sharded over ``"model"`` inside their stage: by path, ``{"*/fc": "column", "*/proj": "row",
             "*/attn": "heads", "embed": "embedding"}``, or with ``PartitionSpec``s or ``NamedSharding``s; a tree of these; a
             function of a path and a shape that returns one; pairs of a regular expression and a ``PartitionSpec``; or Flax's
@@ -175,7 +177,7 @@ class Pipeline(Forward):
             stage that works, and the next one's parameters. A rank needs many stages for that, as
             ``jaxpp.schedule.make("looped-bfs", stages_per_rank=8, ...)`` gives it. Results are the same bit by bit; on a GPU with
             ``"params"`` up to rounding, as the gradients of the first microbatch are of a program of their own there.
-            With ``delay=1`` the optimizer's state alone can wait.
+            With ``delay=1`` and ``"params"`` the parameters before the last step wait too, and a step ends before the next begins.
         trains: the parameters that a step changes, by path or pattern of paths: ``"generator"``, ``("*/lora_a", "*/lora_b")``.
             The others keep their values, and what the optimizer holds for them stays as it is; nothing is computed for their
             gradients. ``other`` makes the pipeline that trains them. The optimizer holds what it does for each apart, as that of
@@ -390,6 +392,11 @@ class Pipeline(Forward):
         ``pipe.state`` is the newest state of both, and ``state.step`` counts the steps of both. Where the loss needs a parameter on
         a stage before its owner's, a step sends it there. With a bank, both train its sets, and each step names its ``task``.
 
+        With ``delay=1``, the gradients of each step are of the parameters before the last step, whichever pipeline made that step.
+        Where all losses train the same parameters, steps of one pipeline flow into one another, and a step of another ends them
+        first. What another loss trains and this one leaves alone is copied to ``state.previous`` at the end of a step, which
+        therefore ends before the next begins.
+
         Args:
             loss_fn: as for ``Pipeline``; over the same parameters, and the same model state or sets of a bank if there are any.
             trains: as for ``Pipeline``.
@@ -403,14 +410,12 @@ class Pipeline(Forward):
             remat: as for ``Pipeline``.
 
         Raises:
-            ArgumentError: the pipeline has stages by hand.
+            ArgumentError: the pipeline has stages by hand; or, with ``delay=1``, this loss trains what no other does, and ``init``
+                has been called.
         """
         if self._stages:
             rule, got = "other losses train the state of a pipeline of a loss", "a pipeline from stages by hand"
             raise ArgumentError("pipe.other", rule, got, "make a jaxpp.Pipeline")
-        if self._options.delay:
-            rule, fix = "losses that take turns find the parameters of one step", "make the first pipeline without delay"
-            raise ArgumentError("pipe.other", rule, f"a pipeline with delay={self._options.delay}", fix)
         first, asked = self._first or self, self._written
         count = self._options.schedule.num_microbatches if num_microbatches is None else num_microbatches
         order = asked.order.schedule if schedule is None else schedule
@@ -423,7 +428,23 @@ class Pipeline(Forward):
         )
         pipe = Pipeline.__new__(Pipeline)._begin_as(loss_fn, self._trained_by, own, self._bank)
         pipe._first, pipe._newest = first, first._newest
+        first._also_late(pipe._options.trains)
         return pipe
+
+    def _also_late(self, trains: tuple[str, ...] | None) -> None:
+        """With ``delay``, have the state hold what another loss trains as it was before the last step too."""
+        known, setup = self._options.late, self._setup
+        if not self._options.delay or known is None:
+            return
+        if setup is not None:
+            alone, still = (untrained_leaves(setup.engine.layout.given[0], each, strict=False) for each in (known, trains))
+            if not alone <= still:
+                rule = "with delay=1 a state holds what any of its losses trains as it was before the last step"
+                wants = "all" if trains is None else ", ".join(trains)
+                got = f"a loss that trains {wants}, after the init of a pipeline that trains {', '.join(known)}"
+                raise ArgumentError("pipe.other", rule, got, "call pipe.other before pipe.init")
+            return
+        self._options = replace(self._options, late=None if trains is None else tuple(dict.fromkeys((*known, *trains))))
 
     def __repr__(self) -> str:
         if self._setup is None:
@@ -777,7 +798,8 @@ class Pipeline(Forward):
             if self._first is not None:
                 first = self._first._opened("init").runner.first_engine
                 there = {"like": first.layout, "places": first.options.placement.places}
-                engine = open_engine(self._options, self._optimizer, variables, batch, key, **there)
+                options = replace(self._options, late=first.options.late)
+                engine = open_engine(options, self._optimizer, variables, batch, key, **there)
                 return engine.with_host(first.options.host)  # which hbm= may have chosen
             return super()._cut(variables, batch, key, known)
         except CutError as error:

@@ -391,7 +391,7 @@ class Engine:
         inputs = [*given.flat(), *step.given, *([] if key is None else [Name(CALLER, Ref(Role.KEY))])]
         donate = donate and purpose == "update" and not any(flags()) and not calls_host(self.update.graph.eqns)
         gives = given._replace(model_state=(), loss_scale=()).flat() if donate else []
-        ends = step.calls_host or self.options.offloaded or self._limit is not None or not self.alone
+        ends = step.calls_host or self.options.offloaded or step.visits or self._limit is not None or not self.alone
         flows = donate and self.options.delay and not ends
         draft = builder.finish(inputs, results)
         bound = self.bind(
@@ -437,7 +437,7 @@ class Engine:
             grads = dict.fromkeys([*leaves, *(vector for vector, _ in packed.values())])
             add_wait(builder, "the loss", [found.loss, *found.aux, *grads, *states])
         calls = calls_host(update.graph.eqns)
-        made = add_update(builder, update, found.loss, states, packed, self.placement.num_replicas)
+        made = add_update(builder, update, found.loss, states, packed, self.placement.num_replicas, visits=step.visits)
         if calls:
             add_wait(builder, "the optimizer", flat(made))
         finite = made.finite[0] if made.finite else None

@@ -38,7 +38,7 @@ from jaxpp.schedule.clock import Number, replay
 from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
-from jaxpp.stages.axes import DATA, axis_names
+from jaxpp.stages.axes import DATA, MODEL, axis_names
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven
 from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
@@ -196,7 +196,8 @@ def _divided(
     options: Options, params: Sequence[StateLeaf], specs: Sequence[PartitionSpec], packed: Collection[int] = ()
 ) -> list[StateLeaf]:
     """The parameter leaves as devices divide them; the gradients of those that are packed are summed whole."""
-    sizes, shard, found = options.axes.sizes, options.shard, list[StateLeaf]()
+    widths = [place.num_shards for place in options.placement.by_rank]  # any of these may hold a leaf
+    sizes, shard, found = options.axes.sizes | {MODEL: math.lcm(*widths)}, options.shard, list[StateLeaf]()
     asked = [DATA in itertools.chain.from_iterable(map(axis_names, spec)) for spec in specs]
     divides = sizes.get(DATA, 1) > 1 and (bool(shard) or any(asked))
     for leaf, spec, by_user in zip(params, specs, asked, strict=True):
@@ -328,6 +329,11 @@ class _Layouts:
             warnings=tuple(filter(None, warnings)),
         ).divided(options), first
 
+    @property
+    def _still(self) -> frozenset[int]:
+        """The parameter leaves given that no loss of a state trains."""
+        return untrained_leaves(self.given[0], self.options.late, strict=False)
+
     def _specs(self, slicing: Slicing, shared: int) -> list[PartitionSpec]:
         """How each parameter leaf is sharded, if they are sliced so."""
         given = self.specs or [WHOLE] * len(jax.tree.leaves(self.given[0]))
@@ -350,9 +356,10 @@ class _Layouts:
                 "shardings", rule, rough, "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
             )
         untrained = () if self.optimizer is None else self.optimizer.untrained
-        frozen, kept = (set(slicing.leaves(which)) for which in (self.frozen, untrained))
+        frozen, kept, still = (set(slicing.leaves(which)) for which in (self.frozen, untrained, self._still))
+        late = set(range(shared if options.delay and self.optimizer is not None else 0)).difference(still)
         found = [
-            StateLeaf(Role.PARAM, k, aval, -1, frozen=k in frozen, own=k >= shared, changes=k not in kept)
+            StateLeaf(Role.PARAM, k, aval, -1, frozen=k in frozen, own=k >= shared, changes=k not in kept, late=k in late)
             for k, (_, aval) in enumerate(pairs)
         ]
         return _divided(options, found, specs)
@@ -375,6 +382,7 @@ class _Layouts:
             waits=not all(map(_stays, opt)),
             divides=loss.graph.sharded,
             shares=self._shares(params, slicing),
+            copies=any(leaf.late and not leaf.changes for leaf in params),
         )
         if not loss.graph.sharded:
             divided_on = {stage for spec, stages in zip(specs, readers, strict=True) if any(spec) for stage in stages}
@@ -451,12 +459,18 @@ class _Layouts:
         devices = tuple(numbers[place.devices] for place in placement.places)
         clock = simulate(schedule, forward=1, input_grad=1, weight_grad=1, offload=options.offload or None)
         kept = counts_at_peaks(lifetimes(clock.bars, clock.times.copies), devices)
-        axes, params = options.axes.sizes, self._params(slicing)
+        params = self._params(slicing)
         state = [0] * len(params) if self.optimizer is None else self.optimizer.bytes_beside(slicing)
-        sizes = [count_bytes(leaf.aval) / num_parts(leaf.spec, axes) for leaf in params]
+        sizes = [count_bytes(leaf.aval) * (1 + (options.is_loss and not leaf.frozen)) for leaf in params]
+
+        def parts(sizes: Sequence[int], specs: Sequence[PartitionSpec]) -> tuple[tuple[float, ...], ...]:
+            """What of each leaf a device of each stage has."""
+            axes = [place.axis_sizes for place in placement.places]
+            return tuple(tuple(size / num_parts(spec, own) for size, spec in zip(sizes, specs, strict=True)) for own in axes)
+
         return StageBytes(
-            of_user=tuple(size * (1 + (options.is_loss and not leaf.frozen)) for size, leaf in zip(sizes, params, strict=True)),
-            of_owner=tuple(size / num_parts(leaf.part, axes) for size, leaf in zip(state, params, strict=True)),
+            of_user=parts(sizes, [leaf.spec for leaf in params]),
+            of_owner=parts(state, [leaf.part for leaf in params]),
             num_kept=kept,
             policies=options.remat or (RematPolicy(),) * num_stages,
             devices=devices,
@@ -635,8 +649,8 @@ def place_leaves(options: Options, layout: Layout, first: CutLoss) -> Placed:
     (loss,) = shapes_of(first.loss.graph.outputs[:1])
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(layout.params)]
     optimizer = layout.optimizer.reading(loss).held(layout.slicing)
-    given = {"num_replicas": options.placement.num_replicas, "late": bool(options.delay)}
-    update = plan_update(optimizer, leaves, paths, loss, loss_stage, scaling, **given)
+    replicas = options.placement.num_replicas
+    update = plan_update(optimizer, leaves, paths, loss, loss_stage, scaling, num_replicas=replicas)
     leaves = update.leaves._replace(model_state=leaves.model_state)
     return Placed(layout, leaves, options.placement, update, options.waiting, trace_context())
 

@@ -40,9 +40,11 @@ def made_for(
 ) -> Schedule:
     """The schedule of a pipeline whose loss was cut so, of as many microbatches as its options say unless given.
 
-    Where parameters are on their devices already, ``stage_to_rank`` says where the stages are; else it is chosen too.
+    Where parameters are on their devices already, ``stage_to_rank`` says where the stages are; else it is chosen too, unless ranks
+    are of unequal width: the loss was cut for the width of each.
     """
     before, costs = options.schedule, stage_costs(options, cut, programs)
+    stage_to_rank = stage_to_rank or (None if options.placement.is_even else before.stage_to_rank)
     ranks, microbatches, kept = before.num_ranks, num_microbatches or before.num_microbatches, costs.residuals
     owners = stage_to_rank or before.stage_to_rank
     own = [sum(size for size, owner in zip(kept, owners, strict=True) if owner == rank) for rank in range(ranks)]

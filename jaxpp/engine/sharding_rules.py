@@ -284,7 +284,8 @@ def over_model(spec: PartitionSpec) -> PartitionSpec:
 def over_both(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int], *, divide: bool) -> PartitionSpec:
     """How the leaf is held divided over ``data``: as ``spec`` says, or else, to ``divide``, along the first axis that can be."""
     if not fits(spec, shape, sizes):  # rows of a stacked leaf are fewer on each stage than the axis divides
-        spec, divide = over_model(spec), True
+        divide = divide or any(DATA in axis_names(entry) for entry in spec)
+        spec = over_model(spec)
     entries = [axis_names(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     if divide and not any(DATA in entry for entry in entries):
         counts = [num_parts((*entry, DATA), sizes) for entry in entries]

@@ -43,6 +43,7 @@ class StateLeaf:
     frozen: bool = False  # of a parameter: whether nobody wants its gradient
     own: bool = False  # whether each replica, if there are several, has one of its own
     changes: bool = True  # whether a step gives it a new value
+    late: bool = False  # of a parameter: whether the state has it as it was before the last step too
 
     def name(self, num_replicas: int) -> Name:
         """What it is called on the devices of its stage between steps."""
@@ -60,7 +61,7 @@ class Leaves(NamedTuple, Generic[_T]):
     own_opt: Sequence[_T] = ()  # the optimizer state of ``own_params``
     model_state: Sequence[_T] = ()  # what the loss hands on from microbatch to microbatch
     loss_scale: Sequence[_T] = ()
-    previous: Sequence[_T] = ()  # with ``delay``, the shared parameters that steps change, as they were before the last step
+    previous: Sequence[_T] = ()  # with ``delay``, the parameters that any loss trains, as they were before the last step
 
     @property
     def all_params(self) -> list[_T]:

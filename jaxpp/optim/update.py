@@ -114,7 +114,8 @@ class Update:
 
     def new_state(self, names: Leaves[Name], made: UpdateResults[Name], states: Sequence[Name]) -> Leaves[Name]:
         """What the leaves of the state after a step are called: ``names`` before it, ``states`` of the new model state."""
-        previous = [names.all_params[leaf.index] for leaf in self.leaves.previous]  # what was the newest
+        newest = {leaf.index: name for leaf, name in zip(self.leaves.all_params, names.all_params, strict=True)}
+        previous = [_copy_of(newest[leaf.index]) if leaf.changes else newest[leaf.index] for leaf in self.leaves.previous]
         scale = [*made.scale, *(names.loss_scale[number] for number in self.late_scale)]
         return names.fill([*made.params, *made.opt, *(made.state or states), *scale, *previous])
 
@@ -133,12 +134,11 @@ def plan_update(
     scaling: Scaling | None,
     *,
     num_replicas: int = 1,
-    late: bool = False,
 ) -> Update:
     """Give the leaves of an optimizer's state and the equations of its update to the stages of these parameters.
 
     ``paths`` are what the user calls the parameters; ``leaves`` has these, the model state and the loss scale. Where gradients are
-    ``late``, the state has what changes of the shared parameters as it was before the last step too.
+    late, the state has parameters as they were before the last step: what were the newest, or copies of what does not change.
 
     Of frozen leaves no gradient is read, and only those that replicas share count in the reported norm. With ``scaling`` a
     gradient that is not finite changes nothing, nor the model state, also if one of several replicas alone has it, of a parameter
@@ -149,8 +149,8 @@ def plan_update(
     shared = len(opts) - (optimizer.tree.children()[1].num_leaves if leaves.own_params else 0)  # a pair of states
     leaves = leaves._replace(opt=opts[:shared], own_opt=[replace(leaf, own=True) for leaf in opts[shared:]])
     leaves = leaves if scaling is not None else leaves._replace(model_state=())
-    previous = [replace(leaf, role=Role.PREVIOUS, changes=False) for leaf in params if late and leaf.changes and not leaf.own]
-    leaves = leaves._replace(previous=previous)  # whose new values are arrays that were parameters
+    previous = [replace(leaf, role=Role.PREVIOUS, changes=not leaf.changes) for leaf in params if leaf.late]
+    leaves = leaves._replace(previous=previous)
     uncounted = {leaf.index for leaf in params if leaf.frozen or leaf.own}
     watched = sorted({leaf.stage for leaf in params if leaf.index not in uncounted})
     apart = [leaf.stage if leaf.own and not leaf.frozen and num_replicas > 1 else None for leaf in params]
@@ -209,14 +209,22 @@ _LARGE = 1 << 27  # bytes of arguments above which an update holds little at onc
 
 
 def add_update(
-    builder: Builder, update: Update, loss: Name, states: Sequence[Name], packed: _Packed, num_replicas: int
+    builder: Builder,
+    update: Update,
+    loss: Name,
+    states: Sequence[Name],
+    packed: _Packed,
+    num_replicas: int,
+    *,
+    visits: bool = False,
 ) -> UpdateResults[Name]:
     """Add the update to a step that has its gradients; ``states`` are what the new model state is called.
 
     New parameters may take over the buffers of the old ones; those of which the state has the values before the last step too, the
-    buffers of these. Where replicas divide what they do not have of their own, programs of its own update what they have.
+    buffers of these, unless the device has but copies of either (``visits``). Where replicas divide what they do not have of their
+    own, programs of its own update what they have.
     """
-    return _Writer(builder, update, loss, states, packed, num_replicas).run()
+    return _Writer(builder, update, loss, states, packed, num_replicas, visits).run()
 
 
 class _Part(NamedTuple):
@@ -251,6 +259,7 @@ class _Writer:
     states: Sequence[Name]
     packed: _Packed
     num_replicas: int
+    visits: bool
 
     def __post_init__(self):
         update, num_replicas = self.update, self.num_replicas
@@ -261,7 +270,7 @@ class _Writer:
         inputs = UpdateInputs(*refilled(names, graph.inputs))
         self.source: dict[Var, Name] = dict(zip(graph.inputs, flat(names), strict=True))
         self.old: list[Var] = [*inputs.params, *inputs.opt]  # the results begin with the new versions of these
-        self.before_last = {leaf.index: leaf.name(num_replicas) for leaf in leaves.previous}
+        self.before_last = {leaf.index: leaf.name(num_replicas) for leaf in leaves.previous if not self.visits}
         self.stages = flat(update.result_stages)
         own = flat(_read_by(leaves, lambda leaf: leaf.own and num_replicas > 1, of_loss=False))
         self.own = descendants(graph, [var for var, mine in zip(graph.inputs, own, strict=True) if mine], until=_sums_replicas)
@@ -312,7 +321,27 @@ class _Writer:
         for part, mine in chosen.items():
             names = self._compute(part, mine)
             results.update(zip(mine, names, strict=True))
+        self._copy()
         return UpdateResults(*refilled(self.update.result_stages, [self._bring(k, results[k]) for k in range(len(results))]))
+
+    def _copy(self) -> None:
+        """Write the lines that copy what this step leaves alone and another loss trains: it is late for the next step too."""
+        stages: dict[int, list[StateLeaf]] = {}
+        for leaf in self.update.leaves.previous:
+            if leaf.changes:
+                stages.setdefault(leaf.stage, []).append(leaf)
+        for stage, mine in stages.items():
+            old = [leaf.name(self.num_replicas) for leaf in mine]
+            newest = [name._replace(ref=name.ref._replace(role=Role.PARAM)) for name in old]
+            reads, writes = [*([] if self.visits else old), *newest], list(map(_copy_of, newest))
+            refs = tuple(name.ref for name in reads), tuple(name.ref for name in writes)
+            program = self.update.programs.get((stage, *refs))
+            if program is None:
+                avals = shapes_of(leaf.aval for leaf in mine) * (len(reads) // len(mine))
+                run = functools.partial(_copied, len(mine))
+                program = Program(run, *refs, avals, name=f"stage_{stage}_copy_parameters")
+                self.update.programs[stage, *refs] = program
+            self.builder.compute(f"copy parameters of stage {stage}", program, stage, reads, writes)
 
     def _bring(self, k: int, name: Name) -> Name:
         """A result made away from its owner (a scalar, or what a condition over all leaves makes) is sent there."""
@@ -403,6 +432,16 @@ class _Writer:
             name = self.before_last.get(k, self.source[var])
             if name.stage == stage and (k in self.before_last or name in reads):
                 yield name, var
+
+
+def _copy_of(name: Name) -> Name:
+    """What a copy of a parameter is called that a step leaves alone, as the one before the last step for the next."""
+    return name._replace(ref=name.ref._replace(role=Role.PREVIOUS, new=True))
+
+
+def _copied(count: int, *args: Array) -> list[Array]:
+    """Copies of the last arguments, which may take over the buffers of those before them."""
+    return [jnp.array(value, copy=True) for value in args[-count:]]
 
 
 def _wide(grad: Array) -> Array:

@@ -351,7 +351,8 @@ def submeshes(
 ) -> tuple[Place, ...]:
     """The place of each rank, from the first; cycled by ``place`` if there are fewer. All violations are ``ArgumentError``.
 
-    A list of devices in ``devices`` is the rank of all of them, as shards: ranks may have unequal numbers.
+    A list of devices in ``devices`` is the rank of all of them, as shards, or as shards of replica after replica: ranks may have
+    unequal numbers.
     """
     if isinstance(data_parallel, Sequence):
         where, rule = f"data_parallel={data_parallel!r}", "microbatch i of a replica passes through all ranks on devices of its own"
@@ -365,7 +366,8 @@ def submeshes(
         _check_alike(checked)
         if len(checked) > len(ranks):
             _check_wide(ranks, data_parallel)
-            return tuple(OneDevice(*rank) if len(rank) == 1 else Submesh(_mesh_of(np.array([rank]))) for rank in ranks)
+            rows = [np.array(rank).reshape(data_parallel, -1) for rank in ranks]
+            return tuple(OneDevice(*each.flat) if each.size == 1 else Submesh(_mesh_of(each)) for each in rows)
         if data_parallel == 1:
             return tuple(map(OneDevice, checked))
         if len(set(checked)) < len(checked):
@@ -395,10 +397,10 @@ def _mesh_of(rows: np.ndarray) -> Mesh:
 def _check_wide(ranks: Sequence[Sequence[Device]], data_parallel: int) -> None:
     """Refuse what ranks of several devices each cannot have beside them."""
     counts = [len(rank) for rank in ranks]
-    if data_parallel != 1:
-        where, rule = f"devices, data_parallel={data_parallel}", "a list of devices in devices= is a rank of one replica"
-        fix = 'pass mesh=jax.make_mesh((2, 2, 2), ("pipe", "data", "model")) for replicas of ranks of as many devices each'
-        raise ArgumentError(where, rule, f"ranks of {', '.join(map(str, counts))} devices", fix)
+    if wrong := [f"devices[{k}]: {count} device{'s' * (count > 1)}" for k, count in enumerate(counts) if count % data_parallel]:
+        where, rule = f"devices, data_parallel={data_parallel}", "each replica has as many devices of a rank as the others"
+        fix = f"pass lists of {data_parallel}, {2 * data_parallel}, ... devices, those of one replica after another"
+        raise ArgumentError(where, rule, wrong, fix)
     processes = processes_of(device for rank in ranks for device in rank)
     if len(set(counts)) > 1 and len(processes) > 1:
         rule = "a value that goes to another process arrives divided as it was, so all ranks have as many devices there"
@@ -440,7 +442,8 @@ def num_places(devices: Sequence[Device] | None, mesh: object, data_parallel: ob
     if mesh is not None:
         return math.prod(mesh.shape.get(name, 1) for name in axes[PIPE]) if isinstance(mesh, Mesh) else 1
     replicas = int(data_parallel) if is_count(data_parallel, least=1) else 1  # pyright: ignore[reportArgumentType]
-    return len(check_ranks(devices)) // replicas
+    ranks = check_ranks(devices)
+    return len(ranks) // (replicas if max(map(len, ranks), default=1) == 1 else 1)
 
 
 def mesh_of_ranks(mesh: Mesh, num_ranks: int, axes: AxisMap) -> Mesh:

@@ -3,8 +3,9 @@
 ``Send.bind`` chooses, when a plan is made, the quickest function: ``jax.device_put``, or, where it does the same, the runtime's own
 copy (``not_public``). ``memory_copies`` moves residuals to host memory and back. Between processes both sides call the send, in the
 same order, because JAX numbers transfers as they are called: whoever lacks the value passes a stand-in, and whoever has it drops
-what it gets back. Where a place spans processes, each shard goes by itself. Between ranks of unequal width, a device sends the
-whole value, which its rank gathers first if it is divided there: ``jax.device_put`` would divide it anew on the host.
+what it gets back. Where a place spans processes, each shard goes by itself. Between ranks of unequal width, one device of each
+replica sends all that this replica has of the value, which its shards gather first: ``jax.device_put`` would divide it anew on the
+host.
 """
 
 import functools
@@ -13,11 +14,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp.errors import ArgumentError
 from jaxpp.runtime.not_public import copies_memory, direct_copy, memory_copy
 from jaxpp.runtime.processes.here import LocalRows, as_sharding, devices_in, elsewhere, is_here, is_whole_here, processes_of, spread
+from jaxpp.stages.axes import DATA, MODEL, axis_names
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.types import Array, Aval, Device, Home, Leaf
@@ -87,14 +90,19 @@ class Send:
         return send_directly if sources else send
 
     def _regroup(self) -> Move:
-        """From one device of the source, which has the whole value, to all of the target."""
-        send_one = Send(self.target)._within_process()
+        """From one device of each replica of the source, which has what its replica needs, to all devices of that in the target."""
+        spec, homes = by_replica(self.target)
+        moves, target = [Send(home)._within_process() for home in homes], as_sharding(self.target)
 
         def send(value: Array) -> Sequence[Array]:
-            sharding = value.sharding
-            if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
-                value = _gathered(sharding.mesh)(value)
-            return send_one(value.addressable_shards[0].data)
+            divide = _dividing(value.sharding, spec, value.ndim)
+            shards = (value if divide is None else divide(value)).addressable_shards
+            width = len(shards) // len(moves)
+            parts = [move(shards[number * width].data)[0] for number, move in enumerate(moves)]
+            if len(parts) == 1:
+                return parts
+            arrived = [shard.data for part in parts for shard in part.addressable_shards]
+            return (jax.make_array_from_single_device_arrays(value.shape, target, arrived),)
 
         return send
 
@@ -136,10 +144,26 @@ def array_type() -> type:
     return type(jnp.zeros(()))
 
 
+def by_replica(target: Home) -> tuple[PartitionSpec, list[Home]]:
+    """How replicas divide a value that leaves for a rank of another width, and where each of their parts goes.
+
+    Without replicas it leaves as a whole; so it does where the target divides one axis over shards and replicas at once, because
+    what a replica has there is no part of the value that is next to itself.
+    """
+    sharding = as_sharding(target)
+    entries = [axis_names(entry) for entry in sharding.spec] if isinstance(sharding, NamedSharding) else []
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape[DATA] == 1 or (MODEL, DATA) in entries:
+        return PartitionSpec(), [target]
+    rows, names = np.asarray(sharding.mesh.devices), sharding.mesh.axis_names
+    homes = [NamedSharding(Mesh(row[None], names), sharding.spec) if len(row) > 1 else row[0] for row in rows]
+    return PartitionSpec(*(DATA if DATA in entry else None for entry in entries)), homes
+
+
 @functools.cache
-def _gathered(mesh: Mesh) -> Callable[[Array], Array]:
-    """What makes a value whole on each device of a mesh, along which it is divided."""
-    return jax.jit(lambda value: value, out_shardings=NamedSharding(mesh, PartitionSpec()))
+def _dividing(sharding: Sharding, spec: PartitionSpec, num_axes: int) -> Callable[[Array], Array] | None:
+    """What divides a value anew among the devices of its mesh; None if it is divided so, or has no mesh."""
+    wanted = NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else sharding
+    return None if sharding.is_equivalent_to(wanted, num_axes) else jax.jit(lambda value: value, out_shardings=wanted)
 
 
 def _pairs(aval: Aval, source: Sharding, target: Sharding) -> list[tuple[Device, Device]]:

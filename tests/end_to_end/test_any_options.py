@@ -10,6 +10,7 @@ import dataclasses
 import faulthandler
 import functools
 import inspect
+import itertools
 import pickle
 import signal
 import tempfile
@@ -132,9 +133,10 @@ OPTIONS: dict[str, Callable[[Rng], Any]] = {
     "sizes": one_of(True),  # a second size of batches, which takes the place of the first
 }
 VERBS = "evaluate", "evaluate other", "apply", "stream", "forecast", "pickle", "orbax", "verify", "value_and_grad", "forward"
-ALONE = ({"replicas", "mesh", "renamed mesh", "wide"}, {"weight", "reduction"}, {"pieces", "uneven"}, {"pieces", "sizes"})
+REPLICAS = {"replicas", "mesh", "renamed mesh"}
+ALONE = (REPLICAS, REPLICAS - {"replicas"} | {"wide"}, {"weight", "reduction"}, {"pieces", "uneven"}, {"pieces", "sizes"})
 """Options of which a case has one: nothing but a mistake asks for two."""
-REFUSED = ("delay", "other"), ("delay", "host")
+REFUSED: tuple[tuple[str, str], ...] = ()
 """Options that often refuse one another: a crowded case has one of each two, or it would seldom train."""
 ORDER: Given = {"schedule": "1f1b", "ranks": 2, "per_rank": 2, "microbatches": 2, "optimizer": "momentum"}
 """What every pipeline has, and the plainest of each."""
@@ -181,7 +183,7 @@ def drawn(seed: int) -> Case:
     for name in rng.permutation(list(OPTIONS))[: rng.integers(5, 10) if crowded else rng.integers(2, 5)]:
         if not any(name in group and group & names for group in apart):
             names.add(str(name))
-    if "shard" in names and not names & ALONE[0]:
+    if "shard" in names and not names & REPLICAS:
         names.add("replicas")
     given = {name: OPTIONS[name](rng) for name in sorted(names)}
     schedule = str(rng.choice([*SCHEDULES, "1f1b", "auto"]))
@@ -588,9 +590,7 @@ def over_tensor(path, shape):
 
 
 def where_of(case: Case) -> Given:
-    devices, ranks = jax.devices(), case.get("ranks")
-    if case.get("replicas"):
-        return {"data_parallel": case.replicas}
+    devices, ranks, replicas = jax.devices(), case.get("ranks"), {"data_parallel": case.get("replicas") or 1}
     for name, axes, rule in (
         ("mesh", ("pipe", "data", "model"), over_model),
         ("renamed mesh", ("stage", "batch", "tensor"), over_tensor),
@@ -599,9 +599,9 @@ def where_of(case: Case) -> Given:
             mesh = jax.make_mesh((ranks, *sizes), axes, devices=devices[: ranks * sizes[0] * sizes[1]])
             return {"mesh": mesh} | ({"shardings": rule} if sizes[1] > 1 else {})
     if (wide := case.get("wide")) is not None:
-        each = [devices[k] if k != wide % ranks else [devices[k], devices[-1]] for k in range(ranks)]
-        return {"devices": each, "shardings": over_model}
-    return {}
+        supply, widths = iter(devices), [case.replicas * (1 + (k == wide % ranks)) for k in range(ranks)]
+        return {"devices": [[*itertools.islice(supply, width)] for width in widths], "shardings": over_model} | replicas
+    return replicas if case.get("replicas") else {}
 
 
 def schedule_of(case: Case) -> Any:

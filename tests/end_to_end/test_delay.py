@@ -38,7 +38,9 @@ from jaxpp.verify import compare
 from tests.models import LAYERS, PARAMS, X, looped, loss_fn, pipeline, schedule_for
 from tests.random_models import random_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:delay=1. where (no rank has room|the host is waited):jaxpp.OptionWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:delay=1. where (no rank has room|the host is waited|parameters visit):jaxpp.OptionWarning"
+)
 WIDTH = 8
 KEYS = [jax.random.key(k) for k in range(4)]
 
@@ -586,6 +588,7 @@ KINDS = {
     "overflows": Late({"loss_scale": DynamicScale(scale=2.0**10, growth_interval=3)}, (0, 3, 7, 8, 13, 14, 15)),
     "a constant scale": Late({"loss_scale": DynamicScale(scale=8.0, growth_factor=1.0, backoff_factor=1.0)}, (1, 4, 5)),
     "an optimizer in host memory": Late({"host": "optimizer"}),
+    "a state in host memory": Late({"host": "params"}),
     "a scale that grows too large": Late({"loss_scale": DynamicScale(scale=16.0, growth_interval=1)}, (), 100.0),
 }
 
@@ -641,7 +644,7 @@ class Session:
 
     def __init__(self, pipe, kind, seed, monkeypatch):
         self.pipe, self.kind, self.rng, self.monkeypatch = pipe, kind, np.random.default_rng(seed), monkeypatch
-        self.known, self.x, self.done = trajectory(kind), X.astype(jnp.float64), [kind]
+        self.known, self.x, self.done, self.elsewhere = trajectory(kind), X.astype(jnp.float64), [kind], False
         self.start(0)
 
     def start(self, step):
@@ -674,7 +677,7 @@ class Session:
     def op_step(self):
         old = self.state
         self.state, self.metrics = self.pipe.step(old, self.batch)
-        self.old = old
+        self.old, self.elsewhere = None if self.elsewhere else old, False
 
     def op_keep_the_old_state(self):
         kept, (self.state, self.metrics), self.old = self.state, self.pipe.step(self.state, self.batch, donate=False), None
@@ -702,6 +705,7 @@ class Session:
 
     def op_copy(self):
         self.state, self.old = copy.deepcopy(self.state), None
+        self.elsewhere = "host" in KINDS[self.kind].options  # what waits is copied to devices, and a step takes copies of that
 
     def op_thread(self):
         with ThreadPoolExecutor(1) as pool:
@@ -907,9 +911,13 @@ def test_a_state_with_a_scale_crosses_too():
     assert plain.step(saved, X)[0].previous_scale == ()
 
 
-def test_of_a_state_that_flows_the_optimizer_alone_waits():
+def test_of_a_late_state_all_can_wait_and_then_a_step_ends_before_the_next_begins():
     pipe, _ = begun()
-    assert [options.host for options in pipe.engine.options.hosted()] == ["optimizer"]
+    assert [options.host for options in pipe.engine.options.hosted()] == ["optimizer", "params"]
+    pipe, state = begun(host="params")
+    state, _ = pipe.step(state, X)
+    assert tail_of(state, pipe.engine) is None
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves((state.params, state.previous))} == {"pinned_host"}
 
 
 def tier(seed):

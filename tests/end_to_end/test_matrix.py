@@ -215,6 +215,13 @@ PIPELINES = {
     "a wide rank first": {"devices": [D[:2], D[2]], "shardings": over_model},
     "a wide rank last": {"devices": [D[0], D[1:3]], "shardings": over_model},
     "ranks of three widths": {"devices": [D[:2], D[2], D[3:7]], "shardings": over_model},
+    "replicas of ranks of two widths": {"devices": [D[:4], D[4:6]], "shardings": over_model, "data_parallel": 2},
+    "replicas of ranks of two widths that divide both": {
+        "devices": [D[:2], D[2:6]],
+        "shardings": over_model,
+        "data_parallel": 2,
+        "shard": ("gradients", "parameters"),
+    },
     "steps in flow": {"delay": 1},
     "replicas in flow": {"delay": 1, "data_parallel": 2},
     "replicas in flow that divide gradients": {"delay": 1, "data_parallel": 2, "shard": "gradients"},
@@ -222,6 +229,8 @@ PIPELINES = {
     "a wide rank in flow": {"devices": [D[:2], D[2]], "shardings": over_model, "delay": 1},
     "an optimizer in host memory in flow": {"delay": 1, "host": "optimizer"},
     "a state in host memory": {"host": "params"},
+    "a late state in host memory": {"host": "params", "delay": 1},
+    "a late state in host memory in parts": on_mesh(2, 2, 2, host="params", delay=1, shard=("gradients", "parameters")),
     "an optimizer in host memory": {"host": "optimizer", "data_parallel": 2},
     "an optimizer in host memory in parts": {"host": "optimizer", "data_parallel": 2, "shard": "optimizer"},
     "parameters in host memory in parts": {"host": "params", "data_parallel": 2, "shard": "parameters"},
@@ -244,28 +253,16 @@ class Refusal(NamedTuple):
 
 WIDE = {"devices": [D[:2], D[2]], "shardings": {"a": PartitionSpec(None, "model")}}
 PAIRS = {
-    '`delay=1` with `host="params"`': Refusal(
-        lambda: make(delay=1, host="params"),
-        "parameters of two ages",
-        "Steps that flow into one another need the parameters of both on the device; a stage that visits makes room for the next.",
+    "A bank in `jaxpp.plan`": Refusal(
+        lambda: jaxpp.plan(of_task, CLIPPED, PARAMS, X, gpus="2xh100", bank=jaxpp.Bank({"t": {"w": np.eye(8)}}, CLIPPED)),
+        "pipelines of one set of parameters",
+        "A plan of one task says what a step of each takes; the sets that wait on the devices are not counted.",
         final=False,
     ),
-    "`delay=1` with `pipe.other`": Refusal(
-        lambda: make(delay=1).other(chain),
-        "losses that take turns",
-        "Steps of two losses that flow into one another would need the order of both schedules.",
-        final=False,
-    ),
-    "Replicas of ranks of unequal width": Refusal(
-        lambda: make(data_parallel=2, **WIDE),
-        "a rank of one replica",
-        "Each replica sends to its like, and each rank would divide its devices otherwise.",
-        final=False,
-    ),
-    '`balance="memory"` with ranks of unequal width': Refusal(
-        lambda: make(balance="memory", **WIDE),
-        "before it is known on how many devices",
-        "What a stage holds is found before it is known on how many devices it will be.",
+    "Ranks of unequal width in `jaxpp.tune`": Refusal(
+        lambda: jaxpp.tune(chain, CLIPPED, PARAMS, X, devices=WIDE["devices"]),
+        "jaxpp.tune tries ranks of as many devices each",
+        "A search tries ranks of as many devices each, for which the devices are one list.",
         final=False,
     ),
     '`weight=` with `reduction="sum"`': Refusal(
@@ -349,6 +346,7 @@ def test_a_pair_that_is_refused_is_so_before_any_device_works(pair):
         ({"host": "optimizer", "optimizer": optax.sgd(lambda step: 0.1 / (1 + step))}, 'host="optimizer": the optimizer\'s state'),
         ({"fuse": True, "schedule": "zb-h1"}, "fuse=True: the last stage runs B right behind each F"),
         ({"delay": 1, "remat": "offload", "num_stages": 4, "num_microbatches": 8}, "delay=1: with remat"),
+        ({"delay": 1, "host": "params"}, "delay=1: where parameters visit"),
         ({"delay": 1, "schedule": "gpipe"}, "delay=1: where no rank has room"),
         ({"delay": 1, "num_stages": 1}, "delay=1: where no rank has room"),
         ({"delay": 1, "loss_scale": DynamicScale(), "has_state": True}, "delay=1: where gradients decide on the model state"),

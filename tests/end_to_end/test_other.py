@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.dynamic_scale import DynamicScale
 
 import jaxpp
+from jaxpp.engine.state import tail_of
 from jaxpp.errors import ArgumentError, OptimizerError, StateError
 from jaxpp.verify import compare
 
@@ -102,6 +104,82 @@ def test_two_players_of_one_state_train_as_plain_optax_does_and_leave_each_other
         compare("opt_state", state.opt_state, opt_state)
         assert all(pipe.state is state for pipe in pipes.values())
     assert state.step == 5
+
+
+def plain_late(optimizer, turns, losses=LOSSES, apart=True):
+    """The loop of late gradients whose steps take turns: the parameters, those before the last step, and the optimizer's state."""
+    params = before = PARAMS
+    opt_state = optimizer.init(PARAMS)
+    for name in turns:
+        updates, new = optimizer.update(jax.grad(losses[name])(before, BATCH), opt_state, params)
+        after = optax.apply_updates(params, updates)
+        if apart:
+            after = params | {name: after[name]}
+            new = opt_state._replace(inner_states=opt_state.inner_states | {name: new.inner_states[name]})
+        before, params, opt_state = params, after, new
+        yield params, before, opt_state
+
+
+LATE = {
+    "one device each": {},
+    "zb-v": {"schedule": "zb-v"},
+    "replicas": {"stages": 2, "data_parallel": 2},
+    "replicas that divide all": {"stages": 2, "data_parallel": 2, "shard": ("gradients", "parameters")},
+    "a state in host memory": {"host": "params"},
+    "a loss scale": {"loss_scale": DynamicScale(scale=8.0, growth_interval=2)},
+}
+TURNS = "critic", "generator", "critic", "critic", "generator", "generator", "critic"
+ENDS = "ignore:delay=1. where (another loss|parameters visit|no rank has room):jaxpp.OptionWarning"
+
+
+@pytest.mark.filterwarnings(ENDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind == "one device each" else pytest.mark.long) for kind in LATE])
+def test_gradients_of_two_players_are_late_by_the_last_step_whoever_made_it(kind):
+    optimizer = players()
+    pipes = pair(optimizer, delay=1, **LATE[kind])
+    state = begun(pipes)
+    for name, (params, before, opt_state) in zip(TURNS, plain_late(optimizer, TURNS), strict=True):
+        state, _ = pipes[name].step(state, BATCH)
+        compare("state", (state.params, state.previous, state.opt_state), (params, before, opt_state))
+    for pipe in pipes.values():
+        assert pipe.verify(state, BATCH)
+        copies = [line for line in pipe.engine.lower("update", BATCH, None).bound.lines if line.label.startswith("copy")]
+        held = {bool(line.taken) for line in copies}
+        assert held == {kind != "a state in host memory"}, "they take over the buffers of those before the last step"
+    kept, _ = pipes["critic"].step(state, BATCH, donate=False)
+    again, _ = pipes["critic"].step(state, BATCH)
+    compare("kept", (kept.params, kept.previous), (again.params, again.previous))
+
+
+def test_losses_that_train_the_same_flow_each_and_the_step_of_another_ends_first():
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+    generator = jaxpp.Pipeline(generator_loss, optimizer, num_stages=4, num_microbatches=4, delay=1)
+    pipes = {"generator": generator, "critic": generator.other(critic_loss)}
+    state = begun(pipes)
+    *_, expected = plain_late(optimizer, TURNS, apart=False)
+    for name in TURNS:
+        pipe, tail = pipes[name], tail_of(state, pipes[name].engine)
+        assert tail is None or not tail.ended
+        old, (state, _) = state, pipe.step(state, BATCH)
+        assert tail_of(old, pipe.engine) is None, "its rest has been handed over, beside this step or before it"
+        assert tail_of(state, pipe.engine) is not None
+    compare("state", (state.params, state.previous, state.opt_state), expected)
+    assert pipes["critic"].verify(state, BATCH)
+
+
+def test_a_late_loss_that_trains_more_is_made_before_the_state():
+    def made(between, trains="critic"):
+        pipe = jaxpp.Pipeline(generator_loss, players(), trains="generator", delay=1, num_stages=2, num_microbatches=2)
+        between(pipe)
+        return pipe.other(critic_loss, trains=trains)
+
+    made(lambda pipe: pipe.abstract_state(PARAMS, BATCH), "generator/0")
+    said = "with delay=1 a state holds what any of its losses trains as it was before the last step"
+    for trains in ("critic", None):
+        with pytest.raises(ArgumentError, match=said):
+            made(lambda pipe: pipe.abstract_state(PARAMS, BATCH), trains)
+    with pytest.warns(jaxpp.OptionWarning, match="where another loss trains what this one leaves alone, a step ends"):
+        made(lambda pipe: None)._first.abstract_state(PARAMS, BATCH)
 
 
 def test_the_update_of_a_player_has_no_program_where_it_trains_nothing():

@@ -27,6 +27,8 @@ from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.program import Ref, Role
 from tests.random_models import random_model
 
+pytestmark = pytest.mark.filterwarnings("ignore:delay=1. where (no rank has room|parameters visit):jaxpp.OptionWarning")
+
 ROOT = Path(__file__).parents[2]
 HOST = "pinned_host"
 WIDTH = 16
@@ -112,6 +114,9 @@ MANY = {
         "optimizer": optax.masked(optax.adam(1e-2), {"tied": True, "layers": [{"w": k % 2 == 0, "b": True} for k in range(8)]})
     },
     "momentum of nothing": {"optimizer": optax.sgd(0.1)},
+    "late gradients": {"delay": 1},
+    "late gradients of a clipped norm": {"delay": 1, "optimizer": CLIPPED},
+    "late gradients that are not donated": {"delay": 1, "donate": False},
     "a mesh": {"mesh": ((2, 2, 2), ("pipe", "data", "model")), "shardings": {"*/w": "column"}},
     "half trained": {
         "optimizer": optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(1e-2)}, {"tied": "a", "layers": "b"}),
@@ -214,16 +219,20 @@ def on_the_host(device=jax.devices()[0]):  # noqa: B008  (there is one, whenever
     return sum({data.unsafe_buffer_pointer(): data.nbytes for data in shards}.values())
 
 
-@pytest.mark.parametrize("host", ["params", pytest.param("optimizer", marks=pytest.mark.long)])
-def test_the_host_holds_the_state_once_and_the_new_values_of_a_stage(host):
+@pytest.mark.parametrize(("host", "delay"), [("params", 0), ("params", 1), pytest.param("optimizer", 0, marks=pytest.mark.long)])
+def test_the_host_holds_the_state_once_and_the_new_values_of_a_stage(host, delay):
     depth = 8
-    pipe, state, x = budget_of(host, depth=depth)
-    size, outside = sum(leaf.nbytes for leaf in jax.tree.leaves(held(state)) if leaf.sharding.memory_kind == HOST), on_the_host()
+    pipe, state, x = budget_of(host, depth=depth, delay=delay)
+    waits = [leaf for leaf in jax.tree.leaves(state.held) if leaf.sharding.memory_kind == HOST]
+    size, outside = sum(leaf.nbytes for leaf in waits), on_the_host()
     foreseen, most = pipe.forecast(state.params, x).hosted[jax.devices()[0]], []
-    pipe.engine.run("update", pipe.engine.leaves(state), x, None, observer=lambda *_: most.append(on_the_host() - outside + size))
+    given = pipe.engine.leaves(state.held)
+    pipe.engine.run("update", given, x, None, observer=lambda *_: most.append(on_the_host() - outside + size))
     assert size < max(most) <= size + size // depth + 1024
     assert abs(foreseen - max(most)) <= 1024
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(held(state)[host == "optimizer"]) if leaf.size > 1)
+    gone = state.held[1] if host == "optimizer" else state.held[-1] if delay else state.held[0]
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(gone) if leaf.size > 1)
+    assert not delay or not any(leaf.is_deleted() for leaf in state.held[0]), "they are those before the last step now"
 
 
 @pytest.mark.parametrize(

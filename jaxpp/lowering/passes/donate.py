@@ -47,11 +47,12 @@ def _before(name: Name) -> Iterator[Name]:
 
 def let_go(lines: LineList, gives: Collection[Name], delete: LineCall) -> LineList:
     """The lines, with one behind the new values of a stage that deletes the old ones in host memory, which the caller gives up."""
-    news, given_up = {_leaf(name): name for name in lines.outputs if name.ref.waits}, set(gives)
+    given, results, given_up = set(lines.inputs), set(lines.outputs), set(gives)
+    news = {_leaf(name): name for name in lines.outputs if name.ref.waits and name not in given}
     gone: defaultdict[int, defaultdict[int, list[Name]]] = defaultdict(lambda: defaultdict(list))
     for old in lines.inputs:
         new = news.get(_leaf(old))
-        if old.ref.waits and here(old) in given_up and new not in (None, old):
+        if old.ref.waits and here(old) in given_up and new is not None and old not in results:
             gone[max(lines.last_uses[new], lines.last_uses.get(old, -1))][old.stage].append(old)
     found = list[Line]()
     for number, line in enumerate(lines.lines):
@@ -63,5 +64,5 @@ def let_go(lines: LineList, gives: Collection[Name], delete: LineCall) -> LineLi
 
 
 def _leaf(name: Name) -> tuple[int, Role, int]:
-    """Which leaf of a state a value is, before or after a step."""
-    return name.stage, name.ref.role, name.ref.index
+    """Which leaf of a state a value is, before or after a step; the newest parameter follows the one before the last step."""
+    return name.stage, Role.PARAM if name.ref.role == Role.PREVIOUS else name.ref.role, name.ref.index

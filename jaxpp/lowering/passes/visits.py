@@ -24,9 +24,10 @@ _Places = Sequence[Hashable]  # of the stages
 _Numbers = Collection[tuple[Role, int]]
 WAITING: Mapping[str, frozenset[Role]] = {
     "optimizer": frozenset({Role.OPT}),
-    "params": frozenset({Role.PARAM, Role.OPT, Role.GRAD, Role.STATIC}),
+    "params": frozenset({Role.PARAM, Role.PREVIOUS, Role.OPT, Role.GRAD, Role.STATIC}),
 }
 """By the words of ``host=``: the roles of what is on devices only while it is used."""
+_PARAMS = frozenset({Role.PARAM, Role.PREVIOUS})  # one of which the programs of stages read
 
 
 def early(draft: LineList) -> LineList:
@@ -130,16 +131,16 @@ class _Visits:
         return kept
 
     def _waits_near(self, send: Line) -> bool:
-        return self._all_are(Role.PARAM, send.inputs) and self._hosts[send.inputs[0].stage] == self._hosts[send.stage]
+        return self._all_are(_PARAMS, send.inputs) and self._hosts[send.inputs[0].stage] == self._hosts[send.stage]
 
     def _is_repeated(self, line: Line) -> bool:
         """Whether each visit runs a program again: it computes from parameters alone, or gathers them of their parts."""
-        parts = self._all_are(Role.PARAM, line.inputs) and all(name.ref.shared for name in line.inputs)
-        gathers = parts and self._all_are(Role.PARAM, line.outputs) and not any(name.ref.shared for name in line.outputs)
-        return (gathers and bool(line.inputs)) or self._all_are(Role.STATIC, line.outputs)
+        parts = self._all_are(_PARAMS, line.inputs) and all(name.ref.shared for name in line.inputs)
+        gathers = parts and self._all_are(_PARAMS, line.outputs) and not any(name.ref.shared for name in line.outputs)
+        return (gathers and bool(line.inputs)) or self._all_are({Role.STATIC}, line.outputs)
 
-    def _all_are(self, role: Role, names: Sequence[Name]) -> bool:
-        return role in self._roles and all(name.ref.role == role for name in names)
+    def _all_are(self, roles: Collection[Role], names: Sequence[Name]) -> bool:
+        return all(name.ref.role in roles and name.ref.role in self._roles for name in names)
 
     def _makers_of(self, line: Line) -> list[Line]:
         """The programs that make what a line reads and each visit computes again, in their order."""

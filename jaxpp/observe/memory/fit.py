@@ -93,6 +93,7 @@ def _with_more_on_the_host(search: "_Search", reason: str) -> tuple[Fit | None, 
         if best is not None:
             most, visiting = max(other.peaks(best).values()), max(other.arrays(best).visiting.values(), key=sum)
             copied = f"a step copies {bytes_in_words(visiting.brought)} in and {bytes_in_words(visiting.taken)} out"
+            copied += " and ends before the next begins" * (host == "params" and bool(first.options.delay))
             remark = f'host="{host}" (peak {bytes_in_words(most)}, {copied}), since {reason}'
             return Fit(other.engine(best), (remark, *other.remarks(best))), tried
         tried[f'host="{host}"'] = max(other.least().values())

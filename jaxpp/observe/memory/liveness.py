@@ -28,6 +28,7 @@ from jaxpp.runtime.bind import Bound, BoundLine, Shapes, compile_lines
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.place import Place, Placement
 from jaxpp.runtime.processes.channel import texts_of_all
+from jaxpp.runtime.send import by_replica
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.shardings import sharded_axes
 from jaxpp.stages.estimate import temporary_bytes
@@ -371,8 +372,11 @@ def line_liveness(
 
 
 def _gathered(line: BoundLine, place: Place, size: int) -> Gathered | None:
-    """What is made whole first, where a value goes to a rank of another width; ``size`` is of its part on each device."""
-    parts = place.num_parts(line.inputs[0].ref) if place.num_shards != line.place.num_shards else 1
+    """What shards gather first, where a value goes to a rank of another width; ``size`` is of its part on each device."""
+    if place.num_shards == line.place.num_shards:
+        return None
+    spec, _ = by_replica(line.place.home(line.outputs[0].ref))
+    parts = place.num_parts(line.inputs[0].ref) // (place.num_replicas if any(spec) else 1)
     return Gathered(line.inputs[0].stage, place.shown, size * parts) if parts > 1 else None
 
 

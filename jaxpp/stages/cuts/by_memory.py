@@ -42,8 +42,8 @@ class Use(NamedTuple):
 class StageBytes:
     """What stages hold, besides what the loss says."""
 
-    of_user: tuple[float, ...]  # bytes of each parameter leaf on every stage that uses it, its gradient included
-    of_owner: tuple[float, ...]  # bytes of each parameter leaf on its owner alone: the state of the optimizer
+    of_user: tuple[tuple[float, ...], ...]  # for each stage, bytes of each parameter leaf if it uses it, its gradient included
+    of_owner: tuple[tuple[float, ...], ...]  # for each stage, bytes of each leaf if it owns it, besides: the optimizer's state
     num_kept: tuple[int, ...]  # for each stage, of how many microbatches it holds what is kept when its device holds most
     policies: tuple[RematPolicy, ...]  # what the forward of each stage keeps
     devices: tuple[int, ...]  # the number of each stage's device
@@ -51,8 +51,8 @@ class StageBytes:
     def fullest(self, stages: Sequence[StageCode], owner: Sequence[int]) -> float:
         """The bytes of the fullest device, from what the stages of a cut keep."""
         sizes = [
-            sum(self.of_user[leaf] + self.of_owner[leaf] * (owner[leaf] == code.index) for leaf in code.params) + count * code.kept
-            for code, count in zip(stages, self.num_kept, strict=True)
+            sum(used[leaf] + owned[leaf] * (owner[leaf] == code.index) for leaf in code.params) + count * code.kept
+            for code, count, used, owned in zip(stages, self.num_kept, self.of_user, self.of_owner, strict=True)
         ]
         return self.largest(sizes)
 
@@ -89,10 +89,11 @@ class _Stretches:
 
     def __init__(self, loss: TracedLoss, held: StageBytes, places: tuple[int, ...]):
         self.held, self.places = held, places
-        weights = self._table(_param_uses(loss, held.of_user, held.of_owner))
+        sizes = list(zip(held.of_user, held.of_owner, strict=True))
+        weights = {each: self._table(_param_uses(loss, *each)) for each in set(sizes)}
         kept = {policy: self._kept(loss, policy) for policy in set(held.policies)} if any(held.num_kept) else {}
-        counts = zip(held.num_kept, held.policies, strict=True)
-        self.tables = [weights + count * kept[policy] if count else weights for count, policy in counts]
+        stages = zip(sizes, held.num_kept, held.policies, strict=True)
+        self.tables = [weights[each] + count * kept[policy] if count else weights[each] for each, count, policy in stages]
 
     def _table(self, uses: Sequence[Use]) -> Float[np.ndarray, " starts ends"]:
         places, count = np.asarray(self.places), len(self.places)
