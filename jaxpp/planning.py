@@ -57,6 +57,7 @@ _DECIDED = ("num_stages", "schedule", "cuts", "devices", "mesh", "data_parallel"
 _SCHEDULES = ("1f1b", "interleaved", "zb-h1")
 _VISITED = ("looped-bfs",)  # in which a rank turns to each stage seldom, for parameters that wait in host memory
 _VISITS = (((4,), (2,)), ((8,), (8,)))  # stages a rank and microbatches, in ranks, of stages that visit
+_ALONE = (1, 2, 4, 8, 16)  # microbatches of a single rank that holds its state
 _FAMILIES = 2  # of each layout, and each way to save memory, that are traced
 _SHOWN = 10  # rows of a table
 _PER_HOST = 8
@@ -609,7 +610,7 @@ class _Planner:
             splits=((layout.pipe, layout.data),) if layout.data > 1 and mesh is None else (),
             schedules=tuple(self.schedules) or (_VISITED if visits else _SCHEDULES),
             stages_per_rank=way.stages_per_rank if layout.pipe > 1 or visits else (1,),
-            num_microbatches=self._counts_of(layout, way.microbatches),
+            num_microbatches=self._counts_of(layout, way.microbatches if layout.pipe > 1 or visits else _ALONE),
             remat=("offload",) if visits else ("least",),
             in_order=bool(given.get("has_state")),
         )
@@ -638,7 +639,7 @@ class _Planner:
             return tuple(self.num_microbatches)
         examples = max(1, self.num_examples // layout.data)  # with fewer examples than replicas the search says so
         divisors = [n for n in range(1, examples + 1) if examples % n == 0]
-        wanted = [1, 2, 4, 8, 16] if layout.pipe == 1 else [times * layout.pipe for times in in_ranks]
+        wanted = [times * layout.pipe for times in in_ranks]
         return tuple(sorted({min(divisors, key=lambda n, near=near: abs(math.log2(n / near))) for near in wanted}))
 
     def _row(self, layout: GPUMesh, saves: Arguments, room: int, found: SearchResult, machine: Devices) -> PlanRow:
