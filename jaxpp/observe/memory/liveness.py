@@ -31,9 +31,10 @@ from jaxpp.runtime.processes.channel import texts_of_all
 from jaxpp.runtime.send import by_replica
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.shardings import sharded_axes
+from jaxpp.stages.axes import DATA, axis_names
 from jaxpp.stages.estimate import temporary_bytes
 from jaxpp.stages.graph import trace
-from jaxpp.stages.program import Program, Role
+from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.types import Aval, Batch, Device, Tree
 
 Needs = dict[Hashable, int]  # bytes that programs need while they run, besides their arguments and results
@@ -258,10 +259,27 @@ def estimated_liveness(engine: Engine, batch: Batch, key: Tree, known: Estimates
                 if place.is_free(name.ref):
                     whole = cast("NamedSharding", place.sharding(name.ref))
                     chosen[name] = NamedSharding(whole.mesh, PartitionSpec(*whole.spec, *spec))
-        extra.append(0 if line.action is None else needs)
+        extra.append(_exchanging(line) if line.action is None else needs)
     lowered = dataclasses.replace(lowered, bound=dataclasses.replace(lowered.bound, chosen=chosen))
     liveness = dataclasses.replace(step_liveness(engine, lowered), temporaries=tuple(extra))
     return liveness_in_flow(liveness, lowered)
+
+
+def _exchanging(line: BoundLine) -> int:
+    """What a line that is no action likely needs where replicas exchange: sums before they are results, and parts of parameters."""
+    program, place = line.program, line.place
+    if program is None or place.num_replicas == 1:
+        return 0
+    if program.sums:
+        pairs = zip(program.outputs, program.results, strict=True)
+        return sum(place.num_bytes(ref, aval) for ref, aval in pairs if not _is_over_replicas(place, ref))
+    leaves = [place.leaf(ref) for ref in program.outputs if ref.role == Role.PARAM and ref.new]
+    parts = [leaf for leaf in leaves if leaf is not None and not leaf.divided and leaf.part != leaf.spec]
+    return sum(place.num_bytes(Ref(Role.PARAM, leaf.index, shared=True), leaf.aval) for leaf in parts)
+
+
+def _is_over_replicas(place: Place, ref: Ref) -> bool:
+    return any(DATA in axis_names(entry) for entry in cast("NamedSharding", place.sharding(ref)).spec)
 
 
 def _over_shards(place: Place, name: Name, chosen: Mapping[Name, Sharding]) -> PartitionSpec:
