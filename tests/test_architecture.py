@@ -28,7 +28,6 @@ STRANGERS = [
     {"optim", "runtime"},
     {"tasks", "observe"},
     {"tasks", "forward"},
-    {"tasks", "tuner"},
     {"forward", "tuner"},
 ]
 """Rooms of which neither imports the other."""

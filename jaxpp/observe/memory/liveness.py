@@ -252,9 +252,10 @@ def estimated_liveness(engine: Engine, batch: Batch, key: Tree, known: Estimates
             alike = [str((ref.role, aval.shape, aval.dtype)) for ref, aval in zip(program.inputs, program.avals, strict=True)]
             specs = tuple(_over_shards(place, name, chosen) for name in line.inputs) if place.num_shards > 1 else ()
             does = line.action and line.action.kind, line.fused is None, *alike, *(ref.role for ref in program.outputs)
-            if (does, specs) not in known:
-                known[does, specs] = _likely(program, specs, place.num_shards)
-            needs, outs = known[does, specs]
+            does = does, specs, place.num_shards
+            if does not in known:
+                known[does] = _likely(program, specs, place.num_shards)
+            needs, outs = known[does]
             for name, spec in zip(line.outputs, outs, strict=True):
                 if place.is_free(name.ref):
                     whole = cast("NamedSharding", place.sharding(name.ref))
