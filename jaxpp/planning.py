@@ -470,7 +470,10 @@ def _checked(
 def _cycles_sought_seldom() -> Iterator[None]:
     """Meanwhile Python seeks garbage in cycles seldom: to look at so many equations again and again is a sixth of a plan's time."""
     usual = gc.get_threshold()
-    gc.set_threshold(usual[0] and max(usual[0], _OBJECTS), *usual[1:])
+    if not 0 < usual[0] < _OBJECTS:  # it never does, or another thread plans and will say what was usual
+        yield
+        return
+    gc.set_threshold(_OBJECTS, *usual[1:])
     try:
         yield
     finally:

@@ -136,8 +136,6 @@ VERBS = "evaluate", "evaluate other", "apply", "stream", "forecast", "pickle", "
 REPLICAS = {"replicas", "mesh", "renamed mesh"}
 ALONE = (REPLICAS, REPLICAS - {"replicas"} | {"wide"}, {"weight", "reduction"}, {"pieces", "uneven"}, {"pieces", "sizes"})
 """Options of which a case has one: nothing but a mistake asks for two."""
-REFUSED: tuple[tuple[str, str], ...] = ()
-"""Options that often refuse one another: a crowded case has one of each two, or it would seldom train."""
 ORDER: Given = {"schedule": "1f1b", "ranks": 2, "per_rank": 2, "microbatches": 2, "optimizer": "momentum"}
 """What every pipeline has, and the plainest of each."""
 
@@ -179,9 +177,9 @@ class Case:
 def drawn(seed: int) -> Case:
     """The case of a seed: a model, an order of work, an optimizer, some options and some verbs; more of them if it is crowded."""
     rng, crowded = np.random.default_rng((seed, 1)), seed >= CROWDED and seed % 2 == 1
-    names, apart = set[str](), (*ALONE, *map(set, REFUSED)) if crowded else ALONE
+    names = set[str]()
     for name in rng.permutation(list(OPTIONS))[: rng.integers(5, 10) if crowded else rng.integers(2, 5)]:
-        if not any(name in group and group & names for group in apart):
+        if not any(name in group and group & names for group in ALONE):
             names.add(str(name))
     if "shard" in names and not names & REPLICAS:
         names.add("replicas")
