@@ -102,7 +102,7 @@ class Options:
     def alone(self, number: int) -> "Options":
         """The options of a pipeline of one of the replicas."""
         places = tuple(place.alone(number) for place in self.places)
-        return replace(self, places=places, axes=axes_alone(self.axes, _widest(places[: self.schedule.num_ranks])))
+        return replace(self, places=places, axes=axes_alone(self.axes, _widest(places)))
 
     def with_host(self, host: str | None) -> "Options":
         """The same with other parts of a state in host memory; an ArgumentError if that cannot be."""
@@ -329,7 +329,7 @@ class Asked(NamedTuple):
         if loss.has_state:
             _check_order(made)
         places = submeshes(where.devices, where.mesh, where.data_parallel, made.num_ranks, known)
-        widest = _widest(places[: made.num_ranks])
+        widest = _widest(places)
         warning = None
         if where.devices is None and where.mesh is None:
             warning = devices_warning(made, places, where.data_parallel, by_name=isinstance(order.schedule, str))

@@ -44,8 +44,10 @@ from jaxpp.shardings import propose_shardings
 from jaxpp.stages.axes import axis_names
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.loss.microbatch import check_batch
+from jaxpp.stages.own_params import join_losses
 from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, table_lines, three_digits, time_in_words
 from jaxpp.targets import GPU, gpu_named, target
+from jaxpp.tasks.runner import check_bank
 from jaxpp.tuner.machine import Devices
 from jaxpp.tuner.search import Candidate, Limits, SearchResult, Space, is_of_loss, search
 from jaxpp.tuning import check_options, counts_of, schedules_of
@@ -193,14 +195,15 @@ class PlanRow:
             sizes = f"{schedule.num_ranks}, {schedule.num_microbatches}, stages_per_rank={self.candidate.stages_per_rank}"
             options["schedule"] = f"jaxpp.schedule.make({schedule.name!r}, {sizes})"
         if self.shardings is not None:
-            said = "".join(f", {name}={self.given[name]!r}" for name in _OF_LOSS if name in self.given)
+            said = "".join(_argument(name, self.given[name]) for name in _OF_LOSS if name in self.given)
             params = "(params, model_state)" if self.given.get("has_state") else "params"
+            said += ", task_params=bank.params(bank.tasks[0])" * ("bank" in self.given)
             options["shardings"] = f"jaxpp.propose_shardings(loss_fn, {params}, batch, model={self.layout.model}{said})"
         said = ", ".join(
             f"{name}={value if isinstance(value, str) and value.startswith('jaxpp.') else repr(value)}"
             for name, value in options.items()
         )
-        said += "".join(f", {name}={repr(value) if _is_plain(value) else name}" for name, value in self.given.items())
+        said += "".join(_argument(name, value) for name, value in self.given.items())
         mesh = f', mesh=jax.make_mesh(({self.layout.mesh.replace(" x ", ", ")}), ("pipe", "data", "model"))'
         return f"jaxpp.Pipeline(loss_fn, optimizer, {said}{mesh * (self.layout.model > 1)})"
 
@@ -385,7 +388,9 @@ def plan(  # noqa: PLR0913  (the options of the front door)
         num_microbatches: of each replica, a number or several. Default: two, four and eight times the ranks, or what near these
             divides the batch.
         num_compiled: how many of the best rows go through the compiler; a model of 8 billion parameters takes about half a minute.
-        **options: of ``Pipeline``, for all rows: ``has_aux``, ``weight``, ``shardings``, ``loss_scale``, ...
+        **options: of ``Pipeline``, for all rows: ``has_aux``, ``weight``, ``shardings``, ``loss_scale``, ... With a ``bank``, every
+            step trains a set like its first, which is on the devices when the step begins, as with ``pipe.prefetch``; the sets that
+            wait beside it (``slots``) are counted.
 
     Returns:
         a ``Planning``: its ``rows``, ``pipeline(0)`` and ``figure()``.
@@ -453,8 +458,11 @@ def _checked(
     check_optimizer(loss_fn, optimizer)
     refuse_containers("jaxpp.plan", init_or_params, batch)
     check_order("jaxpp.plan", init_or_params, batch, key)
-    check_key(key, loss_fn, 2 + bool(options.get("has_state")))
+    bank: Tree = options.get("bank")
+    check_key(key, loss_fn, 2 + bool(options.get("has_state")) + (bank is not None))
     check_options("jaxpp.plan", plan, options, _DECIDED)
+    if bank is not None:
+        check_bank(bank)
     init_or_params, _ = with_inputs("jaxpp.plan", init_or_params, batch)
     return _Planner(
         (loss_fn, optimizer, init_or_params, batch, key),
@@ -540,6 +548,8 @@ class _Planner:
         Of what cannot be made the pipeline itself says why.
         """
         loss_fn, optimizer, made, batch, key = self.given
+        bank = self.options.get("bank")
+        own, joint = (None, loss_fn) if bank is None else (bank.shapes(bank.tasks[0])[0], join_losses(loss_fn))
         try:
             with cudnn_of(layouts[0].devices):
                 shapes = jax.eval_shape(made, jax.random.key(0) if key is None else key) if callable(made) else made
@@ -551,11 +561,11 @@ class _Planner:
         said = {name: self.options[name] for name in _OF_LOSS if name in self.options}
         proposals, wide = dict[int, Mapping[str, PartitionSpec]](), {layout.model: layout for layout in layouts if layout.model > 1}
         for width, layout in wide.items():
-            options = Options.of(loss_fn, num_stages=layout.pipe, num_microbatches=1, mesh=layout.where["mesh"])
+            options = Options.of(joint, num_stages=layout.pipe, num_microbatches=1, mesh=layout.where["mesh"])
             if "shardings" not in self.options and not any(
                 axis_names(entry) for spec in specs_of(None, params, options.axes) for entry in spec
             ):
-                asked = {**said, "model": width, "devices": layout.devices[:1]}
+                asked = {**said, "model": width, "devices": layout.devices[:1], "task_params": own}
                 proposals[width] = propose_shardings(loss_fn, shapes, batch, key, **asked)
         given = loss_fn, optimizer, shapes, batch, key
         return dataclasses.replace(self, given=given, sizes=(first, second), shardings=proposals)
@@ -618,7 +628,9 @@ class _Planner:
             in_order=bool(given.get("has_state")),
         )
         families = 1 if visits else _FAMILIES
-        limits = Limits(room, num_measured=0, families=families, processes=tuple(range(layout.pipe * layout.data)))
+        limits = Limits(
+            room, num_measured=0, families=families, processes={layout.data if mesh is None else 1: tuple(range(layout.pipe))}
+        )
         return self._row(layout, way.saves, room, search(machine, space, limits, saves=not visits, least=True), machine)
 
     def _machine(self, layout: GPUMesh, options: Arguments) -> Devices:
@@ -732,6 +744,11 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (str, bool, int, float))
+
+
+def _argument(name: str, value: object) -> str:
+    """An argument behind others; what code may not have as it prints stands under its own name."""
+    return f", {name}={repr(value) if _is_plain(value) else name}"
 
 
 def _range(seconds: Prediction) -> str:

@@ -46,8 +46,10 @@ from jaxpp.stages.jaxpr import (
     only_names,
 )
 from jaxpp.stages.loss.microbatch import first_of
+from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.loss.traced_loss import TracedLoss
-from jaxpp.types import Batch, Device, Key, Leaf, LossFn, Tree
+from jaxpp.stages.own_params import Joint, join_losses
+from jaxpp.types import Batch, Device, Key, Leaf, LossFn, Params, Tree
 
 __all__ = ["propose_shardings"]
 
@@ -414,7 +416,7 @@ def sharded_axes(graph: Graph, specs: Sequence[PartitionSpec], width: int) -> Ca
 
 
 @entry
-def propose_shardings(
+def propose_shardings(  # noqa: PLR0913  (the options of the front door)
     loss_fn: LossFn,
     init_or_params: Tree,
     batch: Batch,
@@ -424,6 +426,7 @@ def propose_shardings(
     has_state: bool = False,
     has_aux: bool = False,
     broadcast: str | Sequence[str] = (),
+    task_params: Params | None = None,
     devices: Sequence[Device] | None = None,
 ) -> dict[str, PartitionSpec]:
     """Propose how ``model`` devices can share each stage: ``shardings=`` for a ``Pipeline`` on a mesh with a ``model`` axis.
@@ -441,6 +444,7 @@ def propose_shardings(
         has_state: as for ``Pipeline``, and so are ``has_aux`` and ``broadcast``.
         has_aux: whether the loss returns more beside its number.
         broadcast: leaves of the batch that each microbatch gets whole.
+        task_params: of a loss for a bank, the parameters of a task, or their shapes; their paths begin with ``task/``.
         devices: the first of those for which the loss is traced; ``jaxpp.target("h100")`` for attention by cuDNN, without a GPU.
 
     Returns:
@@ -464,14 +468,18 @@ def propose_shardings(
     batch = first_of(batch)
     refuse_containers(where, init_or_params, batch)
     check_order(where, init_or_params, batch, key)
-    check_key(key, loss_fn, 2 + has_state)
+    check_key(key, loss_fn, 2 + has_state + (task_params is not None))
     if not is_count(model, least=2):
         raise ArgumentError(f"{where}(..., model=...)", "at least two devices share a stage", shown(model), "pass model=2")
     made, _ = with_inputs(where, init_or_params, batch)
+    loss_fn = loss_fn if task_params is None else join_losses(positional_key(loss_fn, 3 + has_state))
     said = {"has_state": has_state, "has_aux": has_aux, "broadcast": broadcast}
     asked = Options.of(loss_fn, num_stages=1, num_microbatches=1, devices=(devices or jax.devices())[:1], **said)
     is_function = callable(made) and jax.tree.leaves(made) == [made]
     given = InitArguments(made, batch, (jax.random.key(0) if key is None else key) if is_function else None, where)
     variables = variables_of(asked, given.shapes(asked.axes))
+    variables = (
+        variables if task_params is None else (Joint(variables[0], jax.eval_shape(lambda own: own, task_params)), *variables[1:])
+    )
     tracing = Tracing(asked)
     return proposed(tracing.trace(loss_fn, variables, batch, tracing.key_for(variables, batch, key)), int(model))

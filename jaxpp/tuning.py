@@ -1,6 +1,7 @@
 """``jaxpp.tune``: the pipeline that trains a loss fastest on the devices there are, found by measuring."""
 
 import inspect
+import itertools
 import math
 import os
 import time
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 from jaxpp.engine.init_arguments import check_order, refuse_containers, with_inputs
 from jaxpp.engine.tracing import check_key
 from jaxpp.errors import ArgumentError, JaxppError, shown
-from jaxpp.errors.checks import as_tuple, check_devices, check_optimizer, is_real, refuse_tracers
+from jaxpp.errors.checks import as_tuple, check_optimizer, check_ranks, is_real, refuse_tracers
 from jaxpp.errors.keywords import unknown_keywords
 from jaxpp.errors.tracebacks import entries, entry
 from jaxpp.observe.memory.forecast import check_room, parse_bytes, reported_room
@@ -59,17 +60,17 @@ class Tuning:
     Attributes:
         given: options of ``Pipeline`` that all candidates share.
         hbm: bytes that each device has; None if that is not known.
-        processes: the process of each rank's device; one process if there are none.
+        processes: the process of each rank's device, by the number of replicas; one process if there are none.
         remark: what should be known of how it was measured; empty if nothing.
         planned: whether the devices only compile: nothing ran, and predictions are from the numbers of the GPU and what kernels of
             their size were measured to reach of them.
-        width: how many devices each rank of a mesh has; 1 without a mesh.
+        width: how many devices a replica of a rank has: all of a rank of a mesh; of lists of devices, of the first.
     """
 
     found: SearchResult
     given: Arguments
     hbm: int | None
-    processes: tuple[int, ...]
+    processes: Mapping[int, tuple[int, ...]]
     ask: Callable[[Candidate], tuple[int, ...]]
     remark: str
     loss_fn: LossFn
@@ -219,7 +220,7 @@ def tune(  # noqa: PLR0913  (the options of the front door)
     batch: Batch,
     key: Key | None = None,
     *,
-    devices: Sequence[Device] | None = None,
+    devices: Sequence[Device | Sequence[Device]] | None = None,
     mesh: Mesh | None = None,
     data_parallel: int | Sequence[int] = 1,
     hbm: float | str | None = None,
@@ -246,9 +247,10 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         init_or_params: ``init_fn(key) -> params``, or the parameters; with ``has_state`` the pair.
         batch: a whole batch, as a step takes it.
         key: for the loss, if it takes one, and for ``init_fn``; ``jax.random.key(0)`` unless given.
-        devices: what the pipeline may use, one device for each rank and replica. Default: ``jax.devices()``. On devices that only
-            compile (``jaxpp.target``) nothing is run: candidates are compared by the least time that the GPU's numbers allow, with
-            a host that launches kernels as one did that was measured.
+        devices: what the pipeline may use, one device for each rank and replica; or, as for ``Pipeline``, lists of devices that are
+            a rank each, and may be of unequal length. Default: ``jax.devices()``. On devices that only compile (``jaxpp.target``)
+            nothing is run: candidates are compared by the least time that the GPU's numbers allow, with a host that launches
+            kernels as one did that was measured.
         mesh: as for ``Pipeline``, in place of devices: each rank is one place along its axis of ranks.
         data_parallel: the number of replicas of each stage, or several numbers: how the devices are divided into ranks and
             replicas is then looked at, too. A replica has its part of the batch, and ``num_microbatches`` counts those of each.
@@ -320,51 +322,67 @@ def tune(  # noqa: PLR0913  (the options of the front door)
         balance=("flops",) if balance is None else as_tuple(balance),
         own_cuts=balance is None,
         in_order=bool(options.get("has_state")),
+        widths=room.widths,
     )
     given: Arguments = {
         **options,
-        **({} if devices is None else {"devices": room.devices}),
+        **({} if devices is None else {"devices": room.places}),
         **({} if mesh is None else {"mesh": mesh}),
     }
     for value in space.balance:  # what cannot be an option is refused before any work
         Pipeline(loss_fn, optimizer, num_stages=1 if mesh is None else room.ranks[1], balance=value, **given)
     limits = _agreed(limits, room, in_threads=options.get("threads", "ranks") != "one")
-    places = room.devices if mesh is not None else room.devices[: max(count * several for count, several in splits)]
+    places = room.places if mesh is not None or room.widths else room.places[: max(count * several for count, several in splits)]
     init_or_params, _ = with_inputs("jaxpp.tune", init_or_params, batch)
-    paper = compiles_only(places[0])
+    paper = compiles_only(room.devices[0])
     limits = limits._replace(num_measured=0) if paper else limits  # nothing runs there
     machine = Devices(loss_fn, optimizer, init_or_params, batch, key, devices=places, mesh=mesh, options=dict(options), keep=keep)
     _check_params(machine.param_bytes, limits.hbm, max(count for count, _ in splits) * room.shards)
     found = search(machine, space, limits, saves=remat is None)
     remark = "; ".join(filter(None, [machine.remark, _BOUND * paper]))
-    return Tuning(found, given, limits.hbm, limits.processes, machine.peaks, remark, loss_fn, optimizer, paper, room.width)
+    width = room.width(found.best.candidate.replicas)
+    return Tuning(found, given, limits.hbm, limits.processes, machine.peaks, remark, loss_fn, optimizer, paper, width)
 
 
 class _Room(NamedTuple):
     """What candidates may run on."""
 
     devices: tuple[Device, ...]
-    firsts: tuple[Device, ...]  # of which each says in which process a rank is: all devices, or the first of each rank of a mesh
-    ranks: Mapping[int, int]  # the most ranks, by the number of replicas of each stage (of ``data_parallel``)
+    firsts: Mapping[int, tuple[Device, ...]]  # the first device of each rank, by the number of replicas (of ``data_parallel``)
+    ranks: Mapping[int, int]  # the most ranks, likewise
     replicas: int = 1  # of a rank of a mesh
     shards: int = 1
+    lists: tuple[tuple[Device, ...], ...] = ()  # the devices of each rank, where they are given so
+
+    def width(self, replicas: int) -> int:
+        """How many devices of a rank each of so many replicas has: of a rank of a mesh, or of the first of the lists."""
+        return len(self.lists[0]) // replicas if self.lists else self.replicas * self.shards
 
     @property
-    def width(self) -> int:
-        """How many devices a rank of a mesh has."""
-        return self.replicas * self.shards
+    def widths(self) -> tuple[int, ...]:
+        """How many devices each of the lists has."""
+        return tuple(map(len, self.lists))
+
+    @property
+    def places(self) -> tuple[Device | tuple[Device, ...], ...]:
+        """The devices as ``Pipeline`` takes them."""
+        return self.lists or self.devices
 
 
-def _room_of(devices: Sequence[Device] | None, mesh: Mesh | None, replicas: Sequence[int], axes: AxisMap) -> _Room:
+def _room_of(
+    devices: Sequence[Device | Sequence[Device]] | None, mesh: Mesh | None, replicas: Sequence[int], axes: AxisMap
+) -> _Room:
     ranks = {count: num_places(devices, mesh, count, axes) for count in replicas}
     if mesh is None:
-        checked = check_devices(devices)
-        for count in replicas:  # devices named twice, or too few
-            submeshes(checked, None, count, 1, axes)
-        return _Room(checked, checked, ranks)
+        by_rank = check_ranks(devices)
+        widest = max(map(len, by_rank))
+        places = {count: submeshes(devices, None, count, max(1, ranks[count]), axes) for count in replicas}
+        firsts = {count: tuple(place.devices[0] for place in each) for count, each in places.items()}
+        lists = by_rank if widest > 1 else ()
+        return _Room(tuple(itertools.chain(*by_rank)), firsts, ranks, shards=max(1, widest // min(replicas)), lists=lists)
     places = submeshes(devices, mesh, 1 if tuple(replicas) == (1,) else max(replicas), num_places(None, mesh, 1, axes), axes)
     firsts = tuple(place.devices[0] for place in places)
-    return _Room(tuple(mesh.devices.flat), firsts, ranks, places[0].num_replicas, places[0].num_shards)
+    return _Room(tuple(mesh.devices.flat), {1: firsts}, ranks, places[0].num_replicas, places[0].num_shards)
 
 
 def _agreed(limits: Limits, room: _Room, *, in_threads: bool) -> Limits:
@@ -376,12 +394,14 @@ def _agreed(limits: Limits, room: _Room, *, in_threads: bool) -> Limits:
         check_room(room.devices, limits.hbm)
     hbm = reported_room(room.devices) if limits.hbm is None else limits.hbm
     if compiles_only(room.devices[0]):
-        return limits._replace(hbm=hbm, processes=tuple(range(len(room.firsts))) if in_threads else ())
+        threads = {count: tuple(range(len(each))) for count, each in room.firsts.items()}
+        return limits._replace(hbm=hbm, processes=threads if in_threads else {})
     if len(processes_of(room.devices)) == 1:
         return limits._replace(hbm=hbm)
     everywhere = float(rows_of_all(np.array(math.inf if hbm is None else hbm, np.float32)).min())
     hbm = limits.hbm or (int(everywhere) if everywhere < math.inf else None)
-    began, processes = time.perf_counter(), tuple(device.process_index for device in room.firsts)
+    began = time.perf_counter()
+    processes = {count: tuple(device.process_index for device in each) for count, each in room.firsts.items()}
 
     def clock() -> float:  # of the process for which most time has passed
         return float(rows_of_all(np.array(time.perf_counter() - began, np.float32)).max())
@@ -393,7 +413,7 @@ def check_options(where: str, front: Callable[..., object], options: Arguments, 
     """Refuse options that are none of ``Pipeline``, or that a search finds itself."""
     known = [p.name for f in (front, Pipeline) for p in inspect.signature(f).parameters.values() if p.kind == p.KEYWORD_ONLY]
     if unknown := {name: value for name, value in options.items() if name not in known}:
-        raise unknown_keywords(f"{where}(...)", unknown, [name for name in dict.fromkeys(known) if name not in (*decided, "bank")])
+        raise unknown_keywords(f"{where}(...)", unknown, [name for name in dict.fromkeys(known) if name not in decided])
     if found := [f"{name}={shown(options[name])}" for name in decided if name in options]:
         fix = "leave it out; schedules=, num_ranks=, stages_per_rank= and balance= say what is looked at"
         if front is not tune:
@@ -401,13 +421,6 @@ def check_options(where: str, front: Callable[..., object], options: Arguments, 
         what = "the schedule, the number of stages and the cuts" if front is tune else "these"
         rule = f"{where.rpartition('.')[2]} finds {what} itself"
         raise ArgumentError(f"{where}(...)", rule, found, fix)
-    if "bank" in options and front is not tune:
-        name = where.rpartition(".")[2]
-        rule, fix = (
-            f"{name} looks at pipelines of one set of parameters",
-            f"leave it out, and {name} a loss of the parameters of one task",
-        )
-        raise ArgumentError(f"{where}(...)", rule, f"bank={shown(options['bank'])}", fix)
 
 
 def _check_params(num_bytes: int, hbm: int | None, num_devices: int) -> None:

@@ -115,8 +115,6 @@ def _those_devices(devices: object, found: Sequence[object]) -> str:
         return f"pass devices=jax.devices()[:{devices}]"
     if found and all(isinstance(device, int) and not isinstance(device, bool) for device in found):
         return f"pass devices=[jax.devices()[k] for k in {shown(list(found))}]"
-    if any(isinstance(device, Sequence) and not isinstance(device, str) for device in found):
-        return 'jaxpp.tune tries ranks of as many devices each: pass mesh=jax.make_mesh((2, 2), ("pipe", "model"))'
     return "pass some of jax.devices(), such as devices=jax.devices()[:2]"
 
 

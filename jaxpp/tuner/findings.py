@@ -43,7 +43,7 @@ _SHAPES = {"least": ("o", "circle"), "keep": ("D", "diamond"), "offload": ("^", 
 
 
 def reasons(
-    found: SearchResult, hbm: int | None, processes: Sequence[int] = (), *, planned: bool = False, width: int = 1
+    found: SearchResult, hbm: int | None, processes: Mapping[int, Sequence[int]], *, planned: bool = False, width: int = 1
 ) -> tuple[str, ...]:
     """The sentences: first how the choice ran, then one for each choice that there was.
 
@@ -58,7 +58,7 @@ def reasons(
 class _Reasons(NamedTuple):
     found: SearchResult
     hbm: int | None
-    processes: Sequence[int]
+    processes: Mapping[int, Sequence[int]]
     planned: bool = False
     width: int = 1
 
@@ -138,7 +138,7 @@ class _Reasons(NamedTuple):
     def _parts(self, row: Row) -> Parts:
         candidate = row.candidate
         return parts(
-            candidate.schedule, self.found.costs[candidate.family], candidate.offload, self.processes[:: candidate.replicas]
+            candidate.schedule, self.found.costs[candidate.family], candidate.offload, self.processes.get(candidate.replicas, ())
         )
 
     def one_device(self) -> tuple[str, ...]:

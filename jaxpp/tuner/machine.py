@@ -33,6 +33,7 @@ from jaxpp.engine.init_arguments import InitArguments, first_leaves, variables_o
 from jaxpp.engine.layout import Layout
 from jaxpp.engine.tracing import Tracing
 from jaxpp.errors import ArgumentError
+from jaxpp.errors.checks import check_ranks
 from jaxpp.lowering.builder import Name
 from jaxpp.lowering.plan import Plan
 from jaxpp.lowering.step import Leaves
@@ -74,7 +75,7 @@ _LEAST = 6  # steps that are timed, however long they take; half as many in a ro
 _LOOKS = 3  # steps of each kind that are looked at
 _HALVINGS = 30
 _MOST = 4.0  # how much longer actions may take in a step than alone, or less long
-_KIND = "jaxpp tune 7"  # what a file of results says of itself; another number for other contents
+_KIND = "jaxpp tune 8"  # what a file of results says of itself; another number for other contents
 
 _Check = Callable[[object], bool]  # whether something in a file of results can be a result
 
@@ -93,14 +94,14 @@ class Devices:
         batch: Batch,
         key: Key | None = None,
         *,
-        devices: Sequence[Device] | None = None,
+        devices: Sequence[Device | Sequence[Device]] | None = None,
         mesh: Mesh | None = None,
         options: Mapping[str, Any] | None = None,
         keep: bool | str | os.PathLike[str] = True,
         compiles: bool = True,
     ):
         self._compiles, self._estimates = compiles, Estimates()
-        self._devices, self._options = tuple(jax.devices() if devices is None else devices), dict(options or {})
+        self._ranks, self._options = tuple(jax.devices() if devices is None else devices), dict(options or {})
         bank: Bank | None = self._options.pop("bank", None)
         self._num_waiting = 0 if bank is None else bank.host_store.slots - 1
         leaves = jax.tree.leaves(init_or_params)
@@ -129,12 +130,16 @@ class Devices:
             **opening_texts(engine.options, engine.placed, whole.cut, batch, whole.key),
             "key": "none" if whole.key is None else describe(whole.key),
             "devices": "\n".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())),
-            "mesh": "none" if mesh is None else str(dict(mesh.shape)),
+            "mesh": f"ranks of {list(map(len, check_ranks(self._ranks)))}" if mesh is None else str(dict(mesh.shape)),
             "cores": str(os.cpu_count()),
             "waiting": str(self._num_waiting),
         }
         name = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:32]
         self._results = _Results(keep, f"{name}.json", several=len(processes_of(self._devices)) > 1)
+
+    @property
+    def _devices(self) -> tuple[Device, ...]:
+        return tuple(itertools.chain(*check_ranks(self._ranks)))
 
     @property
     def remark(self) -> str:
@@ -147,7 +152,7 @@ class Devices:
         What is traced and cut is the same.
         """
         other = copy.copy(self)
-        other._devices, other._mesh, other._options = tuple(devices), mesh, {**self._options, **options}
+        other._ranks, other._mesh, other._options = tuple(devices), mesh, {**self._options, **options}
         other._results = self._elsewhere.setdefault(str(options), _Results(False, "", several=False))
         return other
 
@@ -230,14 +235,14 @@ class Devices:
     def _options_of(self, candidate: Candidate) -> Options:
         given = {**candidate.options, "schedule": candidate.schedule, **self._options}
         if self._mesh is None:
-            options = Options.of(self._loss_fn, devices=self._devices, **given)
+            options = Options.of(self._loss_fn, devices=self._ranks, **given)
         else:
             options = Options.of(self._loss_fn, mesh=mesh_of_ranks(self._mesh, candidate.schedule.num_ranks, self._axes), **given)
         return dataclasses.replace(options, examined=self._compiles)
 
     def _num_ranks(self, family: Family) -> int:
         """As many as there can be."""
-        return num_places(self._devices, self._mesh, family.replicas, self._axes)
+        return num_places(self._ranks, self._mesh, family.replicas, self._axes)
 
     def _open(self, candidate: Candidate, like: Layout | None = None) -> "_Steps":
         options = self._options_of(candidate)
@@ -265,7 +270,7 @@ class Devices:
     def _plain(self, family: Family) -> Candidate:
         visits = not self._compiles and self._options.get("host") == "params"
         schedule = plain_schedule(family, self._num_ranks(family), visits=visits)
-        return Candidate(schedule, family.remat, family.balance, family.replicas)
+        return Candidate(schedule, family.remat, family.balance, family.replicas, unequal=bool(family.homes))
 
     def _family(self, family: Family) -> tuple["_Steps", Needs]:
         options = self._options_of(self._plain(family))
@@ -350,7 +355,7 @@ class Devices:
         reference = self._results.get("reference", "of the pace", _is_reference)
         if reference is not None and self._pace.reference is None:
             family, seconds = Family(*reference[0]), reference[1]
-            self._pace = _Pace(self._runnable(family._replace(cuts=tuple(family.cuts)))[0], seconds)
+            self._pace = _Pace(self._runnable(family._replace(cuts=tuple(family.cuts), homes=tuple(family.homes)))[0], seconds)
 
     def _runnable(self, family: Family) -> tuple["_Steps", Candidate]:
         """A candidate of a family for which there is room on the devices, as far as these say how much they have."""
@@ -361,7 +366,7 @@ class Devices:
         room = min((each for each in rooms if each is not None), default=None)
         usual = steps.engine.options.schedule
         for schedule in (usual, one_at_a_time(usual)):
-            candidate = Candidate(schedule, family.remat, family.balance, family.replicas, family.cuts)
+            candidate = Candidate(schedule, family.remat, family.balance, family.replicas, family.cuts, bool(family.homes))
             tried = steps if schedule is usual else self._steps(candidate)
             peak = max(self._peaks_of(tried, family))
             if room is None or peak <= room:
@@ -474,6 +479,11 @@ class _Pace:
 def plain_schedule(family: Family, num_ranks: int, *, visits: bool = False) -> Schedule:
     """A schedule that holds few residuals, on as many ranks as the candidates of the family have; or has few ``visits``."""
     stages, microbatches = family.num_stages, family.num_microbatches
+    if family.homes:
+        plain = make("zb-h1" if family.splits else "1f1b", stages, microbatches)
+        ranks = range(max(family.homes) + 1)
+        rows = (tuple(action for action in plain.order if family.homes[action.stage] == rank) for rank in ranks)
+        return Schedule(plain.name, tuple(rows), family.homes)
     per_rank, rest = divmod(stages, num_ranks)
     if per_rank == 2 and not rest and family.splits:
         return make("zb-v", num_ranks, microbatches)
@@ -563,8 +573,9 @@ def _are_costs(found: object, num_stages: int) -> bool:
 def _is_reference(found: object) -> bool:
     """Whether this is a family, and the seconds of its step."""
     match found:
-        case [[stages, microbatches, str(), str(), bool(), replicas, list() as cuts], seconds]:
-            counts = is_count(stages, least=1), is_count(microbatches, least=1), is_count(replicas, least=1), *map(is_count, cuts)
+        case [[stages, microbatches, str(), str(), bool(), replicas, list() as cuts, list() as homes], seconds]:
+            several = (stages, microbatches, replicas), (*cuts, *homes)
+            counts = [is_count(each, least=least) for least, each_of in zip((1, 0), several, strict=True) for each in each_of]
             return all(counts) and _are_seconds([seconds])
     return False
 

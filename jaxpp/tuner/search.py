@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -51,6 +52,7 @@ class Family(NamedTuple):
     splits: bool  # whether backwards are split into I and W
     replicas: int = 1  # of each stage; the number of microbatches is that of each of them
     cuts: tuple[int, ...] = ()  # where stages begin on the spine; where they do for a plain schedule if it is empty
+    homes: tuple[int, ...] = ()  # the rank of each stage where ranks are of unequal width; empty where that makes no other programs
 
     @property
     def words(self) -> str:
@@ -69,13 +71,15 @@ class Candidate:
     balance: str = "flops"  # by what the loss is cut
     replicas: int = 1  # of each stage, a device each: ``data_parallel``
     cuts: tuple[int, ...] = ()  # where its loss is cut, once that is known and if it depends on the schedule
+    unequal: bool = False  # whether its ranks are of unequal width
 
     @cached_property
     def family(self) -> Family:
         """The family whose programs it runs; offloading keeps what ``"least"`` keeps."""
         kept, schedule = "least" if self.remat == "offload" else self.remat, self.schedule
         splits = any(action.kind == Kind.W for row in schedule.rows for action in row)
-        return Family(schedule.num_stages, schedule.num_microbatches, kept, self.balance, splits, self.replicas, self.cuts)
+        homes = schedule.stage_to_rank if self.unequal else ()
+        return Family(schedule.num_stages, schedule.num_microbatches, kept, self.balance, splits, self.replicas, self.cuts, homes)
 
     @property
     def is_cut(self) -> bool:
@@ -148,6 +152,7 @@ class Space:
     in_order: bool = False  # whether each stage must run its forwards in order, because the loss has a model state
     splits: tuple[tuple[int, int], ...] = ()  # the numbers of ranks and of replicas of candidates with several
     own_cuts: bool = False  # whether the best few are also looked at as they are cut by cost, each for its schedule
+    widths: tuple[int, ...] = ()  # how many devices each rank has; as many each if it is empty
 
 
 def usual_microbatches(num_examples: int, num_ranks: int) -> tuple[int, ...]:
@@ -177,7 +182,8 @@ def candidates(space: Space) -> tuple[Candidate, ...]:
     for schedule, replicas in _schedules(space):
         for balance in space.balance:
             for remat in space.remat:
-                candidate = Candidate(schedule, remat, balance, replicas)
+                unequal = len(set(space.widths[: schedule.num_ranks])) > 1
+                candidate = Candidate(schedule, remat, balance, replicas, unequal=unequal)
                 if remat != "offload" or offloads(schedule.rows, candidate.offload):
                     every.setdefault(candidate)
     return tuple(every)
@@ -236,7 +242,7 @@ class Limits(NamedTuple):
     hbm: int | None = None  # bytes that each device has; None if that is not known
     seconds: float | None = None  # how long families are measured; None to measure all
     num_measured: int = 3  # how many candidates are run; the best of them is chosen. With 0, the best by prediction is.
-    processes: tuple[int, ...] = ()  # the process of each device, or on a mesh of each rank; one process unless given
+    processes: Mapping[int, tuple[int, ...]] = MappingProxyType({})  # of each rank, by the number of replicas; one unless given
     clock: Callable[[], float] = time.perf_counter  # seconds since some moment; in several processes, the same in all
     families: int | None = None  # how many of the families that are added at once are measured, those that promise most; None: all
 
@@ -310,7 +316,7 @@ class _Search:
 
     def _seconds(self, candidate: Candidate, costs: StepCosts | None = None) -> float:
         costs = costs or self.costs[candidate.family]
-        return step_seconds(candidate.schedule, costs, candidate.offload, self.limits.processes[:: candidate.replicas])
+        return step_seconds(candidate.schedule, costs, candidate.offload, self.limits.processes.get(candidate.replicas, ()))
 
     def _is_spent(self) -> bool:
         return self.limits.seconds is not None and bool(self.costs) and self._now() - self.began >= self.limits.seconds
@@ -428,7 +434,7 @@ class _Search:
         if hbm is not None:
             room = [hbm - peak + own for peak, own in zip(self.search.peaks(like), held, strict=True)]
         for _ in range(_TRIES):
-            schedule = _made_like(like.schedule, self.costs[family], kept, room)
+            schedule = _made_like(like, self.costs[family], kept, room)
             if schedule is None:
                 return
             made = dataclasses.replace(like, schedule=schedule)
@@ -532,17 +538,19 @@ def _residual_peaks(schedule: Schedule, kept: Sequence[float]) -> tuple[float, .
     return tuple(max(itertools.accumulate(row), default=0) for row in rows)
 
 
-def _made_like(schedule: Schedule, costs: StepCosts, kept: Sequence[float], room: Sequence[float]) -> Schedule | None:
+def _made_like(like: Candidate, costs: StepCosts, kept: Sequence[float], room: Sequence[float]) -> Schedule | None:
     """The shortest schedule that is found, with as many ranks, stages and microbatches; None if the room is too small for any.
 
-    ``costs`` are of programs with I and W apart. What the host takes to hand actions over is not looked at: the search predicts the
-    step with it.
+    Where ranks are of unequal width, each stage stays on its rank. ``costs`` are of programs with I and W apart. What the host
+    takes to hand actions over is not looked at: the search predicts the step with it.
     """
+    schedule = like.schedule
     try:
         return synthesise(
             schedule.num_ranks,
             schedule.num_microbatches,
-            stages_per_rank=schedule.num_stages // schedule.num_ranks,
+            stages_per_rank=like.stages_per_rank,
+            stage_to_rank=like.family.homes or None,
             forward=costs.actions[Kind.F],
             input_grad=costs.actions[Kind.I],
             weight_grad=costs.actions[Kind.W],

@@ -248,23 +248,10 @@ class Refusal(NamedTuple):
     call: Callable[[], object]
     said: str
     why: str
-    final: bool = True  # whether mathematics or XLA forbid it; else nobody has built it
 
 
 WIDE = {"devices": [D[:2], D[2]], "shardings": {"a": PartitionSpec(None, "model")}}
 PAIRS = {
-    "A bank in `jaxpp.plan`": Refusal(
-        lambda: jaxpp.plan(of_task, CLIPPED, PARAMS, X, gpus="2xh100", bank=jaxpp.Bank({"t": {"w": np.eye(8)}}, CLIPPED)),
-        "pipelines of one set of parameters",
-        "A plan of one task says what a step of each takes; the sets that wait on the devices are not counted.",
-        final=False,
-    ),
-    "Ranks of unequal width in `jaxpp.tune`": Refusal(
-        lambda: jaxpp.tune(chain, CLIPPED, PARAMS, X, devices=WIDE["devices"]),
-        "jaxpp.tune tries ranks of as many devices each",
-        "A search tries ranks of as many devices each, for which the devices are one list.",
-        final=False,
-    ),
     '`weight=` with `reduction="sum"`': Refusal(
         lambda: make(weight=weight, reduction="sum"), "a sum has none", "Weights are those of a mean, and a sum has none."
     ),
@@ -302,13 +289,13 @@ def page() -> str:
         "",
         "## What is refused",
         "",
-        "*For good*: the mathematics of a step, or XLA, forbid it. *Not yet*: nobody has built it.",
+        "There is nothing that such a pair could mean, so it is refused for good.",
         "",
         '<div class="sentences refused" markdown>',
         "",
-        "| refused | why | |",
-        "|---|---|---|",
-        *(f"| {pair} | {it.why} | {'for good' if it.final else 'not yet'} |" for pair, it in PAIRS.items()),
+        "| refused | why |",
+        "|---|---|",
+        *(f"| {pair} | {it.why} |" for pair, it in PAIRS.items()),
         "",
         "</div>",
         "",

@@ -216,7 +216,7 @@ REFUSED = {
     "a device in two ranks": lambda: pipeline(chain, ([D[0], D[1]], D[1])),
     "a device twice in a rank": lambda: pipeline(chain, ([D[0], D[0]], D[1])),
     "numbers in a rank": lambda: pipeline(chain, ([0, 1], [])),
-    "a search": lambda: jaxpp.tune(chain, optax.sgd(0.1), SETS[0], BATCH, devices=WIDE_FIRST),
+    "a search": lambda: jaxpp.tune(chain, optax.sgd(0.1), SETS[0], BATCH, devices=WIDE_FIRST, data_parallel=2),
     "what a rank cannot share evenly": lambda: shapes_of(chain, WIDE_FIRST, {"b": "column"}, ODD),
     "what a rank that only reads it cannot share evenly": lambda: shapes_of(tied, WIDE_LAST, {"a": "column"}, ODD_TIED),
 }

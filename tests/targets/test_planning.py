@@ -162,6 +162,43 @@ def test_shards_are_proposed_where_nothing_says_how_gpus_share_a_stage():
     assert "2 model" in str(pipe.stages)
 
 
+def _with_adapters(params, task_params, batch):
+    for k in range(4):
+        h = jnp.tanh(batch @ params[f"up_{k}"]) @ params[f"down_{k}"]
+        batch = batch + h @ task_params[f"adapter_{k}"]
+    return jnp.mean(batch**2)
+
+
+@pytest.mark.long
+def test_a_plan_with_a_bank_counts_its_sets_and_its_line_trains_them():
+    shape, batch = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((64, 512), "float32")
+    params = {f"up_{k}": shape((512, 1024), "float32") for k in range(4)} | {
+        f"down_{k}": shape((1024, 512), "float32") for k in range(4)
+    }
+    own, rows = {f"adapter_{k}": np.full((512, 512), 0.01, "float32") for k in range(4)}, []
+    for slots in (1, 3):
+        bank = jaxpp.Bank({"cat": own, "dog": own}, optax.adam(1e-3), slots=slots)
+        given = _with_adapters, optax.adamw(1e-3), params, batch
+        found = jaxpp.plan(*given, gpus="4xh100", model=(1, 2), num_compiled=10, bank=bank)
+        rows.append({row.layout.mesh: row for row in found.rows})
+        for number, row in enumerate(found.rows):
+            assert row.peaks == tuple(found.pipeline(number).forecast(params, batch).peaks.values())
+        quick = jaxpp.plan(*given, gpus="4xh100", model=(1, 2), num_compiled=0, bank=bank)
+        for row in quick.rows:
+            assert max(row.peaks) == pytest.approx(max(rows[-1][row.layout.mesh].peaks), rel=0.1)
+    assert rows[0].keys() == rows[1].keys() >= {"4 x 1 x 1", "2 x 1 x 2"}
+    held = 3 * 512 * 512 * 4  # parameters and moments of one adapter, which each of four ranks holds of a set
+    assert max(rows[1]["4 x 1 x 1"].peaks) - max(rows[0]["4 x 1 x 1"].peaks) == pytest.approx(2 * held, abs=64)
+    line = rows[1]["2 x 1 x 2"].line
+    assert "task_params=bank.params(bank.tasks[0])" in line
+    random = np.random.default_rng(0)
+    first = jax.tree.map(lambda leaf: random.normal(size=leaf.shape, scale=0.02).astype("float32"), params)
+    data = random.normal(size=batch.shape).astype("float32")
+    names = {"loss_fn": _with_adapters, "optimizer": optax.adamw(1e-3), "params": params, "batch": batch, "bank": bank}
+    pipe = eval(line, {"jax": jax, "jaxpp": jaxpp, **names})  # noqa: S307  (the line is what a reader pastes)
+    pipe.verify(pipe.init(first, data), data, task="dog")
+
+
 def test_what_fits_nowhere_is_told_with_what_it_lacks():
     found = jaxpp.plan(loss_fn, optax.adamw(1e-3), init, tokens, gpus="2xh100", hbm="20MiB", num_compiled=1)
     assert not found.rows and found.too_large

@@ -19,7 +19,7 @@ CHOICES = ["Schedule", "Microbatches", "Stages a rank", "Remat"]
 def findings(machine=None, space=None, hbm=None, **limits):
     machine = machine or Virtual()
     found = search(machine, space or Space(64, (4,)), Limits(hbm and hbm * MIB, **limits), saves=True)
-    return Tuning(found, {"has_aux": False}, hbm and hbm * MIB, (), machine.peaks, machine.remark, None, None)
+    return Tuning(found, {"has_aux": False}, hbm and hbm * MIB, {}, machine.peaks, machine.remark, None, None)
 
 
 def choices(told):

@@ -150,7 +150,7 @@ OTHER_TEXTS = ["", "{", "[]", '{"kind": "something else", "found": {}}']
 
 
 @pytest.mark.parametrize(
-    "text", ['{"kind": "jaxpp tune 7", "found": 3}', *(pytest.param(text, marks=pytest.mark.long) for text in OTHER_TEXTS)]
+    "text", ['{"kind": "jaxpp tune 8", "found": 3}', *(pytest.param(text, marks=pytest.mark.long) for text in OTHER_TEXTS)]
 )
 @pytest.mark.long
 def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(tmp_path, text):
@@ -161,7 +161,7 @@ def test_a_damaged_or_foreign_file_is_ignored_and_written_anew(tmp_path, text):
     machine = devices(tmp_path)
     assert machine.remark.startswith(f"{file} is ignored, and will be written anew: ")
     assert machine.peaks(candidate) == peaks
-    assert json.loads(file.read_text())["kind"] == "jaxpp tune 7"
+    assert json.loads(file.read_text())["kind"] == "jaxpp tune 8"
     assert list(tmp_path.iterdir()) == [file]
     assert devices(tmp_path).remark == ""
 
@@ -171,7 +171,7 @@ FILED = {
     "costs": json.loads(json.dumps(dataclasses.asdict(COSTS))),
     "peaks": [100, 200],
     "steps": [[0.1, 0.2], [0.3]],
-    "reference": [[2, 2, "least", "flops", False, 1, [3]], 0.5],
+    "reference": [[2, 2, "least", "flops", False, 1, [3], [0, 1]], 0.5],
 }
 RIGHT = {
     "costs": functools.partial(_are_costs, num_stages=2),
@@ -292,6 +292,16 @@ def test_families_are_measured_on_as_many_ranks_as_their_candidates_have():
         assert Candidate(schedule).family == family
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "v-half", "dualpipe-v", "interleaved", "looped-bfs"])
+def test_where_ranks_are_of_unequal_width_a_family_has_its_stages_where_its_candidates_have_them(name):
+    schedule = make(name, 3, 6, 1 if name in ("1f1b", "zb-h1") else 2)
+    family = Candidate(schedule, unequal=True).family
+    plain = plain_schedule(family, num_ranks=5)
+    assert plain.stage_to_rank == schedule.stage_to_rank == family.homes
+    assert Candidate(plain, unequal=True).family == family
+    assert Candidate(schedule).family == family._replace(homes=())
+
+
 @pytest.mark.parametrize("seconds", [0.03, 0.05, 0.1, 0.2])
 def test_fitted_costs_predict_the_step_that_was_run(machine, seconds):
     plain = Candidate(make("1f1b", num_ranks=4, num_microbatches=4))
@@ -384,4 +394,4 @@ def test_what_is_measured_later_is_told_the_same_pace(tmp_path):
     second = devices(tmp_path, devices=jax.devices()[:2])
     second.costs(Family(2, 4, "least", "flops", splits=False))
     assert json.loads(file.read_text())["found"]["reference"] == before
-    assert before["of the pace"][0] == [2, 2, "least", "flops", False, 1, []]
+    assert before["of the pace"][0] == [2, 2, "least", "flops", False, 1, [], []]

@@ -173,19 +173,49 @@ def test_a_mesh_says_the_ranks_replicas_and_shards(machine):
         tune(**given, num_ranks=5)
 
 
+SHARDINGS = {"w[0246]": "column", "w[1357]": "row"}
+
+
+def test_lists_of_devices_are_ranks_of_unequal_width_whose_stages_stay_on_them(machine):
+    d = jax.devices()
+    order = {"schedules": ("1f1b", "interleaved", "zb-v", "auto"), "num_microbatches": 4, "shardings": SHARDINGS}
+    tuning = tune(devices=[d[0], d[1:3], d[3]], num_ranks=(1, 2, 3), num_measured=0, **order)
+    assert tuning.best["devices"] == ((d[0],), (d[1], d[2]), (d[3],))
+    assert {row.candidate.schedule.num_ranks for row in tuning.rows} == {1, 2, 3}
+    for row in tuning.rows:
+        schedule = row.candidate.schedule
+        assert row.candidate.family.homes == (schedule.stage_to_rank if schedule.num_ranks > 1 else ())
+    made = {row.candidate.family.homes for row in tuning.rows if row.candidate.schedule.name == "auto"}
+    assert made and made <= {row.candidate.family.homes for row in tuning.rows if row.candidate.schedule.name != "auto"}
+    even = tune(devices=[d[:2], d[2:4]], num_measured=0, **order)
+    assert not any(row.candidate.family.homes for row in even.rows)
+    with pytest.raises(ArgumentError, match="each replica has as many devices of a rank as the others"):
+        tune(devices=[d[:2], d[2]], data_parallel=2)
+    with pytest.raises(ArgumentError, match="num_ranks=3 with devices for 2"):
+        tune(devices=[d[:2], d[2]], num_ranks=3)
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::jaxpp.DevicesWarning")
 @pytest.mark.parametrize(
-    "options", [{"data_parallel": (1, 2)}, {"mesh": (2, 2, 2), "shardings": {"w[0246]": "column", "w[1357]": "row"}}]
+    "options",
+    [
+        {"data_parallel": (1, 2)},
+        {"mesh": (2, 2, 2), "shardings": SHARDINGS},
+        {"devices": "4 and 2", "shardings": SHARDINGS},
+        {"devices": "4 and 2", "data_parallel": (1, 2), "shardings": SHARDINGS},
+    ],
 )
 def test_replicas_and_meshes_are_measured_and_run(options):
     given = {"devices": jax.devices()[:4]}
     if "mesh" in options:
         mesh = Mesh(np.array(jax.devices()).reshape(options["mesh"]), ("pipe", "data", "model"))
         options, given = options | {"mesh": mesh}, {}
+    elif "devices" in options:
+        options = options | {"devices": [jax.devices()[:4], jax.devices()[4:6]]}
     sizes = {"schedules": "1f1b", "num_microbatches": 2, "stages_per_rank": 1, "balance": "flops"}
-    tuning = jaxpp.tune(loss_fn, OPTIMIZER, init, BATCH, **given, **options, **sizes, keep=False)
-    assert len(tuning.measured) == len(tuning.rows) == (2 if given else 1)
+    tuning = jaxpp.tune(loss_fn, OPTIMIZER, init, BATCH, **given | options, **sizes, keep=False)
+    assert len(tuning.measured) == len(tuning.rows) == (2 if "data_parallel" in options else 1)
     pipe = tuning.pipeline()
     state = pipe.init(init, jax.random.key(0), BATCH)
     pipe.verify(state, BATCH)
