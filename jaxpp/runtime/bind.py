@@ -143,7 +143,8 @@ def _local_line(line: BoundLine, placement: Placement, shapes: Shapes) -> BoundL
     if len(processes_of((*devices_in(home), *devices_in(goal)))) == 1:
         return line if here else None
     inputs, outputs = ((name,) if present else () for name, present in ((source, here), (target, there)))
-    crossing = Send(goal, home, shapes[source], shapes.may_be_taken(source))
+    regrouped = placement[source.stage].num_shards != line.place.num_shards
+    crossing = Send(goal, home, shapes[source], shapes.may_be_taken(source), regrouped)
     return dataclasses.replace(line, inputs=inputs, outputs=outputs, crossing=crossing)
 
 

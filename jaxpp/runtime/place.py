@@ -401,11 +401,14 @@ def _check_wide(ranks: Sequence[Sequence[Device]], data_parallel: int) -> None:
         where, rule = f"devices, data_parallel={data_parallel}", "each replica has as many devices of a rank as the others"
         fix = f"pass lists of {data_parallel}, {2 * data_parallel}, ... devices, those of one replica after another"
         raise ArgumentError(where, rule, wrong, fix)
-    processes = processes_of(device for rank in ranks for device in rank)
-    if len(set(counts)) > 1 and len(processes) > 1:
-        rule = "a value that goes to another process arrives divided as it was, so all ranks have as many devices there"
-        got = f"ranks of {', '.join(map(str, counts))} devices, of {len(processes)} processes"
-        raise ArgumentError("devices", rule, got, "pass the devices of one process, or ranks of as many devices each")
+    split = [
+        f"devices[{k}]: {', '.join(map(device_name, rank))}"
+        for k, rank in enumerate(ranks)
+        if any(len(processes_of(row)) > 1 for row in np.array(rank).reshape(data_parallel, -1).tolist())
+    ]
+    if len(set(counts)) > 1 and split:
+        rule = "where ranks have unequal numbers of devices, those of a replica of a rank are of one process"
+        raise ArgumentError("devices", rule, split, "pass the devices of one process there, or ranks of as many devices each")
 
 
 def axes_of(place: Place, mesh: Mesh | None, axes: AxisMap) -> RankAxes:

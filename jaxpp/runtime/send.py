@@ -5,12 +5,12 @@ copy (``not_public``). ``memory_copies`` moves residuals to host memory and back
 same order, because JAX numbers transfers as they are called: whoever lacks the value passes a stand-in, and whoever has it drops
 what it gets back. Where a place spans processes, each shard goes by itself. Between ranks of unequal width, one device of each
 replica sends all that this replica has of the value, which its shards gather first: ``jax.device_put`` would divide it anew on the
-host.
+host. To another process it sends that to one device, which gives it to the others.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ class Send:
         if not jnp.issubdtype(self.aval.dtype, jax.dtypes.prng_key):
             return self._across(self.aval, self.source)
         wire = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(self.aval.shape, self.aval.dtype))
-        move = Send(self.target, self.source, wire)._across(wire, self.source)
+        move = replace(self, aval=wire)._across(wire, self.source)
         implementation = str(jax.random.key_impl(jnp.empty((), self.aval.dtype)))
 
         def send(*value: Array) -> Sequence[Array]:  # keys cross processes as the numbers that they are made of
@@ -109,6 +109,8 @@ class Send:
     def _across(self, aval: Aval, source: Home) -> Move:
         """``jax.device_put`` in all processes, of the value or of what stands for it."""
         here, there, target, taken = is_here(source), is_here(self.target), self.target, self.taken
+        if self.regrouped:
+            return self._regroup_across(aval, as_sharding(source))
         if max(len(processes_of(devices_in(home))) for home in (source, target)) > 1:
             return self._shard_by_shard(aval, as_sharding(source), as_sharding(target))
         stand_in = None if here else elsewhere(aval, source)
@@ -117,6 +119,36 @@ class Send:
             (leaving,) = value or (stand_in,)
             arrived = jax.device_put(jnp.array(leaving, copy=True) if taken and here else leaving, target)
             return (arrived,) if there else ()
+
+        return send
+
+    def _regroup_across(self, aval: Aval, source: Sharding) -> Move:
+        """As ``_regroup``, where a replica may be in another process of the target than of the source."""
+        spec, homes = by_replica(self.target)
+        target, there, divide = as_sharding(self.target), is_here(self.target), _dividing(source, spec, len(aval.shape))
+        whole = NamedSharding(source.mesh, spec).shard_shape(aval.shape) if isinstance(source, NamedSharding) else aval.shape
+        part = jax.ShapeDtypeStruct(whole, aval.dtype)
+        leads = _in_order(source)[:: len(source.device_set) // len(homes)]
+        firsts = [_in_order(as_sharding(home))[0] for home in homes]
+        leaves = [Send(first, lead, part, self.taken and divide is None) for first, lead in zip(firsts, leads, strict=True)]
+        moves = [
+            each.bind() if first.process_index != lead.process_index else Send(first)._within_process()
+            for each, first, lead in zip(leaves, firsts, leads, strict=True)
+        ]
+        spreads = [Send(home)._within_process() if len(devices_in(home)) > 1 else lambda array: [array] for home in homes]
+
+        def send(*value: Array) -> Sequence[Array]:
+            parts = [array if divide is None else divide(array) for array in value]
+            shards = {shard.device: shard.data for array in parts for shard in array.addressable_shards}
+            arrived = list[Array]()
+            for lead, first, move, spread_out in zip(leads, firsts, moves, spreads, strict=True):
+                if lead in shards or lead.process_index != first.process_index:
+                    mine = move(*[shards[lead]] if lead in shards else [])
+                    arrived += [spread_out(array)[0] for array in mine if is_here(first)]
+            if not there or len(homes) == 1:
+                return arrived
+            pieces = [shard.data for array in arrived for shard in array.addressable_shards]
+            return (jax.make_array_from_single_device_arrays(aval.shape, target, pieces),)
 
         return send
 
@@ -157,6 +189,11 @@ def by_replica(target: Home) -> tuple[PartitionSpec, list[Home]]:
     rows, names = np.asarray(sharding.mesh.devices), sharding.mesh.axis_names
     homes = [NamedSharding(Mesh(row[None], names), sharding.spec) if len(row) > 1 else row[0] for row in rows]
     return PartitionSpec(*(DATA if DATA in entry else None for entry in entries)), homes
+
+
+def _in_order(sharding: Sharding) -> list[Device]:
+    """Devices of a sharding: replica after replica, as in its mesh."""
+    return list(np.asarray(sharding.mesh.devices).flat) if isinstance(sharding, NamedSharding) else list(sharding.device_set)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jaxpp
+from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import live_bytes
 from jaxpp.observe.memory.liveness import step_liveness
 from jaxpp.runtime.place import devices_of
@@ -179,6 +180,8 @@ class Case:
         shard: what replicas divide between them.
         host: what waits in host memory.
         delay: how many steps gradients are late.
+        lists: the devices of each rank by number, where ranks are of unequal width.
+        replicas: of each rank of these.
     """
 
     model: str
@@ -196,6 +199,8 @@ class Case:
     shard: str | None = None
     host: str | None = None
     delay: int = 0
+    lists: tuple[tuple[int, ...], ...] = ()
+    replicas: int = 1
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -215,6 +220,9 @@ def pipeline(case: Case, devices: Sequence[jax.Device]) -> tuple[jaxpp.Pipeline,
         where = {"mesh": Mesh(grid, ("pipe", "data", "model"))}
         if case.grid[2] > 1:
             where["shardings"] = RULES[case.model]
+    if case.lists:
+        ranks = [[devices[number] for number in rank] for rank in case.lists]
+        where = {"devices": ranks, "data_parallel": case.replicas, "shardings": RULES[case.model]}
     return jaxpp.Pipeline(model.loss_fn, optimizer(), **counts, **model.options, **where), model
 
 
@@ -356,6 +364,14 @@ def main(folder: str, cases: Mapping[str, Mapping[str, Any]]) -> None:
         np.savez(file, names=np.array(list(found)), **{str(number): value for number, value in enumerate(found.values())})
         print(f"{name}: {time.perf_counter() - begun:.1f} seconds", flush=True)
     check_gather()
+    check_unequal_ranks()
+
+
+def check_unequal_ranks() -> None:
+    """Where ranks are of unequal width, a replica of one does not span processes."""
+    first, second, other = *jax.local_devices(process_index=0)[:2], jax.local_devices(process_index=1)[0]
+    with pytest.raises(ArgumentError, match="those of a replica of a rank are of one process"):
+        jaxpp.Pipeline(mlp().loss_fn, optimizer(), num_stages=2, devices=[[first, other], second], shardings=RULES["mlp"])
 
 
 def check_gather() -> None:
@@ -401,6 +417,17 @@ TWO = {
     "residuals in host memory, data across processes": Case(
         "mlp", "gpipe", 2, 4, (2, 2, 1), (1, 0, 2), batch_size=16, remat="offload"
     ),
+}
+UNEQUAL = {
+    "wide and narrow ranks": Case("gpt", "1f1b", 4, 4, each=4, lists=((0,), (1, 2), (4,), (5, 6)), batch_size=16, applied=True),
+    "a wide rank of another process": Case("mlp", "zb-h1", 3, 4, each=4, lists=((0,), (4, 5), (1,)), batch_size=16),
+    "interleaved": Case("mlp", "interleaved", 6, 3, each=4, lists=((4, 5), (0,), (1,)), batch_size=12, remat="offload"),
+    "replicas of two widths": Case("mlp", "1f1b", 2, 2, each=4, lists=((0, 1, 2, 3), (4, 5)), replicas=2, batch_size=16),
+    "replicas of two widths in a process each": Case(
+        "mlp", "1f1b", 2, 2, each=4, lists=((0, 1, 4, 5), (2, 6)), replicas=2, batch_size=16, shard="parameters"
+    ),
+    "late gradients of unequal ranks": Case("mlp", "1f1b", 2, 4, each=4, lists=((0,), (4, 5)), batch_size=16, delay=1),
+    "unequal ranks in host memory": Case("mlp", "looped-bfs", 4, 4, each=4, lists=((4, 5), (0,)), batch_size=16, host="params"),
 }
 DIVIDED = {
     "optimizer state across processes": Case("mlp", "zb-v", 4, 4, (2, 2, 1), (1, 0, 2), batch_size=16, shard="optimizer"),
@@ -484,6 +511,11 @@ def divided(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def unequal(tmp_path_factory):
+    return Together(2, UNEQUAL, tmp_path_factory.mktemp("unequal"))
+
+
+@pytest.fixture(scope="module")
 def four(tmp_path_factory):
     return Together(4, FOUR, tmp_path_factory.mktemp("four"))
 
@@ -508,7 +540,8 @@ def check(together: Together, name: str) -> None:
     assert len(metrics) >= 3 * 3  # loss, norm and step
     held = [set(results(part)) - metrics for part in parts]
     assert all(metrics <= set(part) for part in parts)
-    if together.count > 2 or together.cases[name].order == (0, 1, 2):  # else every process has replicas of all ranks
+    case = together.cases[name]
+    if together.count > 2 or (case.order == (0, 1, 2) and case.replicas == 1):  # else every process has replicas of all ranks
         assert all(len(part) < len(wanted) - len(metrics) for part in held)
 
 
@@ -527,6 +560,12 @@ def test_more_pipelines_of_two_processes_give_the_bits_of_one(two, name):
 @pytest.mark.parametrize("name", DIVIDED)
 def test_replicas_of_two_processes_divide_state_with_the_bits_of_one(divided, name):
     check(divided, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_ranks_of_unequal_width_in_two_processes_give_the_bits_of_one(unequal, name):
+    check(unequal, name)
 
 
 @pytest.mark.long
