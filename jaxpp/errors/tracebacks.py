@@ -125,7 +125,8 @@ def _is_fault(error: BaseException) -> bool:
     *_, last = [None, *_steps(error.__traceback__)]
     if last is None or isinstance(error, JaxppError) or not isinstance(error, _FAULTS) or _mode() == "off":
         return False
-    ours = last.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "jaxpp"
+    told = any(note.startswith("jaxpp: ") for note in getattr(error, "__notes__", ()))  # what of the user's has raised it
+    ours = not told and last.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "jaxpp"
     return ours and last.tb_frame.f_code.co_code[last.tb_lasti] != dis.opmap["RAISE_VARARGS"]
 
 

@@ -142,6 +142,8 @@ REFUSED = {
     "a mesh in words": lambda: two(mesh="2x2x2"),
     "a mesh and replicas": lambda: two(mesh=mesh_of(2, 2, 2), data_parallel=2),
     "a mesh of more ranks": lambda: two(mesh=mesh_of(4, 2, 1)),
+    "replicas as text": lambda: two(data_parallel="2"),
+    "a list for host": lambda: begun(host=["params"]),
     "no replicas": lambda: two(data_parallel=0),
     "more replicas than devices": lambda: two(data_parallel=16),
     "devices named twice for replicas": lambda: two(devices=D[:1] * 2, data_parallel=2),
