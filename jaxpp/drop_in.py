@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpp.engine.engine import Engine, open_engine
+from jaxpp.engine.init_arguments import InitArguments, are_swapped, swapped
 from jaxpp.engine.tracing import same_shapes
 from jaxpp.errors import warn
 from jaxpp.errors.checks import refuse_tracers
@@ -95,7 +96,13 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         refuse_tracers("grad_fn(params, batch, key)", params, batch, key)
         check_alive("grad_fn(params, batch, key)", params=params, batch=batch)
         if engine is None or not same_shapes(engine.layout.given, (params,)):
-            engine = open_engine(options, None, (params,), batch, key, known=engine)
+            try:
+                engine = open_engine(options, None, (params,), batch, key, known=engine)
+            except Exception as error:
+                given = InitArguments(params, batch, where="grad_fn")
+                if are_swapped(options, given, lambda variables: variables):
+                    raise swapped(given) from error
+                raise
             for warning in engine.layout.warnings:
                 warn(warning)
         if engine.alone:

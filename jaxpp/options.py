@@ -427,7 +427,7 @@ def _host_of(host: str | None, *, is_loss: bool) -> str | None:
     if host in ("activations", "residuals"):
         rule, fix = "it says what of the state waits in host memory", 'pass remat="offload"'
         raise ArgumentError(f"host={host!r}", rule, f"{host!r}, which are no part of it", fix)
-    if host is not None and host not in WAITING:
+    if host is not None and host not in tuple(WAITING):  # which asks for no hash
         rule = f"what can wait in host memory is {' or '.join(map(repr, WAITING))}"
         fix = 'pass host="optimizer", or host="params" for these, their gradients and the optimizer, or leave it out'
         raise ArgumentError(f"host={shown(host)}", rule, shown(host), fix)

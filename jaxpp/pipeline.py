@@ -490,7 +490,10 @@ class Pipeline(Forward):
             got = (
                 f"{gone} of {count} leaves are gone: by an update that failed in part, or by the step of another pipeline or thread"
             )
-            fix = "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other step returned"
+            fix = (
+                "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other step returned; "
+                "a thread that looks while another steps reads the metrics, or a state that step(..., donate=False) returned"
+            )
             raise StateError(where, "a state that was consumed cannot be used again", got, fix)
         return state
 

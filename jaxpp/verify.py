@@ -87,7 +87,8 @@ class Accumulation:
         @jax.jit
         def step(params: Params, *rest: Tree) -> tuple[Array, Tree, Grads]:
             def pair(seen: Params) -> tuple[Array, Tree]:
-                result = loss_fn(with_others(seen, params), *rest)
+                own = jax.tree.map(lambda leaf: leaf, rest)  # of this trace, in which NNX lets a model change its variables
+                result = loss_fn(with_others(seen, params), *own)
                 return result if self.has_aux or self.has_state else (result, ())
 
             loss, pullback, aux = jax.vjp(pair, floating(params), has_aux=True)

@@ -290,7 +290,8 @@ class Metrics(_OfStep, Mapping[str, Tree]):
         def __getattr__(self, name: str) -> Tree:
             """Say where a name that is none of these is in aux; of a step in flow nothing is waited for."""
             there = isinstance(self.aux, Mapping) and name in self.aux
-            fix = f"write metrics.aux[{name!r}]" if there else f"the names are {', '.join(each.name for each in fields(self))}"
+            names = ", ".join("by_stage" if each.name == "squares" else each.name for each in fields(self))
+            fix = f"write metrics.aux[{name!r}]" if there else f"the names are {names}"
             raise AttributeError(f"metrics have no {name}; {fix}", name=name, obj=self)
 
     def to_dict(self) -> dict[str, Tree]:
@@ -623,6 +624,9 @@ def _check_state(state: object, expected: State) -> None:
     where, again = "state", "pass the state that init or step returned"
     if not isinstance(state, State):
         fix = f"{again}; a checkpoint comes back as one if it is restored to the shapes of one, {_RESTORE}"
+        if isinstance(state, tuple) and state and isinstance(state[0], State):
+            fix = "take the two apart: state, metrics = pipe.step(state, batch)"
+            raise StateError(where, "a state is a jaxpp.State", "the pair of a state and metrics that step returns", fix)
         raise StateError(where, "a state is a jaxpp.State", type(state).__name__, fix)
     shapes = _of_parts(joined(state.held, whole_shape))
     if odd := _other_parts(shapes, expected):
@@ -638,11 +642,11 @@ def _check_state(state: object, expected: State) -> None:
         raise StateError(where, "the leaves of a state are arrays", f"{empty} of {len(held)} leaves are shapes without arrays", fix)
     if gone := num_gone(state):
         rule = "step reuses the buffers of the state it is given, so that state cannot be used again"
-        got = f"a state consumed by an earlier step ({gone} of {len(held)} leaves are gone)"
-        if 0 < gone < len(held) and (lost := wrong_leaves(where, leaves, "")):
-            got = "; ".join([got, *lost.lines[:4]])
-        if isinstance(state.step, int):  # not an array, which may be gone too
-            got += f", the state after {state.step} step{'s' if state.step != 1 else ''}"
+        known = isinstance(state.step, int)  # not an array, which may be gone too
+        which = f"the state after {state.step} step{'s' * (state.step != 1)}," if known else "a state"
+        got = [f"{which} consumed by an earlier step ({gone} of {len(held)} leaves are gone)"]
+        if gone < len(held) / 2 and (lost := wrong_leaves(where, leaves, "")):  # of few leaves it is worth saying which
+            got += lost.lines[:4]
         copy = "to keep part of a state, copy it before the step, ema = jax.tree.map(jnp.copy, state.params)"
         fix = f"go on with state = pipe.state, the newest; {copy}, or call step(..., donate=False) to keep all"
         raise StateError(where, rule, got, fix)

@@ -95,6 +95,7 @@ def check_key(key: Any, loss_fn: LossFn | None = None, before: int = 2) -> None:
     fix = "pass jax.random.key(seed)"
     if (wrong := _why_no_key(key)) is not None:
         fix += "; if it belongs to the batch, pass both as one tree, (x, y)" * (loss_fn is not None and hasattr(key, "shape"))
+        fix = "pass a function by its name, loss_fn=... for example" if callable(key) else fix
         rule = "a key is an array made by jax.random.key"
         in_place = None if loss_fn is None else in_place_of_key(loss_fn, before)
         raise ArgumentError("key", *([rule, wrong, fix] if in_place is None else [in_place[0], wrong, in_place[1]]))

@@ -51,8 +51,12 @@ def check_optimizer(loss_fn: object, optimizer: object) -> None:
     fix = "pass for example optax.adamw(3e-4)"
     if _is_optimizer(loss_fn):
         fix = "change their places: the loss comes first"
+    elif isinstance(optimizer, (list, tuple)) and optimizer and all(map(_is_optimizer, optimizer)):
+        fix = "pass optax.chain(*transformations), one of all of them"
     elif callable(optimizer) and str(getattr(optimizer, "__module__", "")).startswith("optax"):
+        made_inside = "<locals>" in getattr(optimizer, "__qualname__", "")  # a schedule of learning rates
         fix = f"call it: optax.{getattr(optimizer, '__name__', 'adamw')}(3e-4), for example"
+        fix = "pass optax.adamw(schedule), if this is a schedule of learning rates" if made_inside else fix
     rule = "the optimizer is an optax transformation, with init and update"
     raise ArgumentError("Pipeline(loss_fn, optimizer, ...)", rule, shown(optimizer), fix)
 

@@ -15,6 +15,7 @@ _ELSEWHERE = {
     "data_parallel": "dp num_replicas replicas",
     "hbm": "memory memory_limit device_memory",
     "host": "offload offload_optimizer offload_params cpu_offload",
+    "key": "rng rngs rng_key prng_key dropout_rng dropout_key seed",
     "num_microbatches": "chunks accumulation_steps gradient_accumulation_steps accumulate_steps",
     "num_stages": "pp num_partitions",
     "optimizer": "tx",
@@ -27,8 +28,12 @@ _ELSEWHERE = {
 _OURS = {theirs: ours for ours, words in _ELSEWHERE.items() for theirs in words.split()}
 
 
-def unknown_keywords(where: str, given: Mapping[str, object], known: Iterable[str]) -> ArgumentError:
+def unknown_keywords(
+    where: str, given: Mapping[str, object], known: Iterable[str], otherwise: str = "leave {} out"
+) -> ArgumentError:
     """The error for arguments ``given`` by names that are not ``known``; says which known names are near.
+
+    What to do with those that no known name is near is said ``otherwise``.
 
     Example:
         >>> print(unknown_keywords("Pipeline(...)", {"stages": 4}, ["num_stages", "schedule"]))
@@ -42,7 +47,7 @@ def unknown_keywords(where: str, given: Mapping[str, object], known: Iterable[st
     fixes = [f"write {word}=... for {name}" for name, word in ours.items()]
     fixes += [f"write {near[name][0]}={shown(value)}" for name, value in given.items() if near[name] and name not in ours]
     if others := [name for name in given if not near[name]]:
-        fixes.append(f"leave {', '.join(others)} out; the names are {', '.join(names) or 'none'}")
+        fixes.append(otherwise.format(", ".join(others)) + f"; the names are {', '.join(names)}" * bool(names))
     if ours:
         fixes.append("help(jaxpp.Pipeline) says what each takes")
     got = [f"{name}={shown(value)}" for name, value in given.items()]
@@ -74,6 +79,10 @@ def wrong_call(function: Callable[..., object], args: Sequence[object], named: M
     names, where = [p.name for p in (*positional, *by_name)], f"{called}(...)"
     unknown = {name: value for name, value in named.items() if name not in names}
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        if inspect.Parameter.VAR_POSITIONAL in kinds:  # ``init`` and what takes the same
+            short = called.rpartition(".")[2]
+            otherwise = f"pass {{}} by position, as in {short}(init_fn, key, batch) or {short}(params, batch)"
+            return unknown_keywords(where, unknown, [p.name for p in by_name], otherwise)
         return unknown_keywords(where, unknown, names)
     if len(args) > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         more, count = args[len(positional) :], len(positional)

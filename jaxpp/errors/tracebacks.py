@@ -10,6 +10,7 @@ Ctrl-C may leave JAX believing that it still traces; so what leaves a public fun
 
 import builtins
 import contextlib
+import dis
 import functools
 import inspect
 import sys
@@ -27,6 +28,7 @@ _T = TypeVar("_T")
 _C = TypeVar("_C", bound=type)
 
 _OURS = frozenset({"jaxpp", "jax", "jaxlib"})
+_FAULTS = (LookupError, ValueError, AssertionError)
 _WHILE_COMPARING = "Cache keys should be comparable", "Equality of global cache key"  # how JAX's texts of it begin
 _BETWEEN = frozenset({"concurrent", "contextlib", "functools", "jaxtyping", "threading"})  # out where jaxpp or JAX called them
 
@@ -109,9 +111,23 @@ def current_trace() -> object:
 
 def leave(error: BaseException, trace: object) -> None:
     """Give JAX back the trace with which a public function was called, and fold the traceback of what leaves it."""
+    if _is_fault(error):
+        error.add_note(
+            'jaxpp: raised in jaxpp itself; to report it, jax.config.update("jax_traceback_filtering", "off") shows where'
+        )
     if trace is not None and current_trace() is not trace:
         sys.modules["jax.extend.core"].set_current_trace(trace).__enter__()
     fold(error)
+
+
+def _is_fault(error: BaseException) -> bool:
+    """Whether Python has raised an error in a line of jaxpp, for a missing key, say: not for a call of what the user gave."""
+    *_, last = [None, *_steps(error.__traceback__)]
+    if last is None or isinstance(error, JaxppError) or not isinstance(error, _FAULTS) or _mode() == "off":
+        return False
+    told = any(note.startswith("jaxpp: ") for note in getattr(error, "__notes__", ()))  # what of the user's has raised it
+    ours = not told and last.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "jaxpp"
+    return ours and last.tb_frame.f_code.co_code[last.tb_lasti] != dis.opmap["RAISE_VARARGS"]
 
 
 def fold(error: BaseException) -> None:

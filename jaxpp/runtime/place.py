@@ -354,7 +354,7 @@ def submeshes(
     A list of devices in ``devices`` is the rank of all of them, as shards, or as shards of replica after replica: ranks may have
     unequal numbers.
     """
-    if isinstance(data_parallel, Sequence):
+    if isinstance(data_parallel, Sequence) and not isinstance(data_parallel, str):
         where, rule = f"data_parallel={data_parallel!r}", "microbatch i of a replica passes through all ranks on devices of its own"
         raise ArgumentError(
             where, rule, "numbers of replicas for ranks", "pass one number, and cuts that give each device equal work"

@@ -470,7 +470,7 @@ def _find(name: str) -> Recipe:
             'pass jaxpp.Pipeline(schedule="auto"), or call jaxpp.schedule.synthesise(num_ranks, num_microbatches, forward=...)',
         )
         raise ScheduleError(f"schedule {name!r}", rule, repr(name), fix)
-    near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1) if isinstance(name, str) else []
+    near = difflib.get_close_matches(name.lower(), [*SCHEDULES, AUTO], n=1) if isinstance(name, str) else []
     names = ", ".join(map(repr, SCHEDULES))
     fix = f"write {near[0]!r}" if near else "pass one of these names, or a Schedule"
     if isinstance(name, str) and "zero" in name.lower():

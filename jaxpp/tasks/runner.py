@@ -302,7 +302,8 @@ class BankRunner(Runner):
         names = list(task) if isinstance(task, list) else [task] * count
         if len(names) != count:
             fix = f"pass a name, or a list of {count}"
-            raise BankError("task", "a list of tasks has one for each replica", f"{len(names)} tasks for {count} replicas", fix)
+            got = f"{len(names)} tasks for {count} replica{'s' * (count != 1)}"
+            raise BankError("task", "a list of tasks has one for each replica", got, fix)
         if len({sets_of(self.bank).layout(name, f"task={task!r}") for name in names}) > 1:
             params = {name: jax.tree.leaves(self.bank.shapes(name)[0]) for name in names}
             got = [f"{name!r}: {', '.join(map(describe, leaves[:4]))}" for name, leaves in params.items()]

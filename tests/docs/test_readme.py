@@ -1,5 +1,6 @@
 """The README tells the truth: its snippet runs and prints the table under it; its words about schedules are the code's."""
 
+import codeop
 import fractions
 import itertools
 import os
@@ -30,6 +31,21 @@ def test_the_blocks_pasted_in_order_into_one_session_elsewhere_run_and_the_first
     table = re.search(r"```python\n.*?```\n\n```\n(.*?)```", README, re.DOTALL).group(1)
     assert len(printed) == len(blocks)
     assert printed[0].strip() == table.strip()
+
+
+PAGES = ["README.md", *(str(page.relative_to(ROOT)) for folder in ("docs", "docs/guide") for page in (ROOT / folder).glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_blocks_can_be_pasted_at_python_s_own_prompt(page):
+    # It takes a line after an indented block for part of the block, unless an empty line stands between them.
+    lines: list[str] = []
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        for line in [*block.splitlines(), ""]:
+            lines.append(line)
+            if codeop.compile_command("\n".join(lines), symbol="single") is not None:
+                lines.clear()
+    assert not any(lines)
 
 
 ROWS = re.findall(r"^\| `([\w-]+)` \| (\d).*? \| (3 m.*?) \| (.*?) \|", README, re.MULTILINE)

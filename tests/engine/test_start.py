@@ -370,15 +370,17 @@ def test_a_count_of_random_numbers_that_nobody_keeps_is_told():
     assert not told_of_statistics(functools.partial(dropping_loss, train=False), optax.sgd(0.1), Dropping())
 
 
-def test_with_the_remedy_that_is_told_each_step_has_another_dropout():
+@pytest.mark.parametrize("copy", [True, False])
+def test_with_the_remedy_that_is_told_each_step_has_another_dropout(copy):
     graphdef, params, rest = nnx.split(Dropping(), nnx.Param, ...)
 
     def loss_with_rest(params, rest, batch):
-        model = nnx.merge(graphdef, params, rest, copy=True)
+        model = nnx.merge(graphdef, params, rest, copy=copy)
         return dropping_loss(model, batch), (nnx.state(model, nnx.Not(nnx.Param)), {})
 
     pipe = jaxpp.Pipeline(loss_with_rest, optax.sgd(0.0), num_stages=2, num_microbatches=1, has_state=True)
     state, first = pipe.step(pipe.init((params, rest), BATCH), BATCH)
+    pipe.verify(state, BATCH)  # without a copy steps ran, and this raised Flax's TraceContextError
     assert float(pipe.step(state, BATCH)[1].loss) != float(first.loss)
 
 

@@ -117,7 +117,7 @@ def test_metrics_are_a_mapping_of_what_the_step_has():
     assert list(metrics) == ["loss", "aux", "grad_norm", "step"] and metrics["aux"]["m"] == metrics.aux["m"]
     with pytest.raises(AttributeError, match=r"metrics have no m; write metrics\.aux\['m'\]"):
         metrics.m  # noqa: B018
-    with pytest.raises(AttributeError, match="metrics have no accuracy; the names are loss, aux, grad_norm, finite, step, squares"):
+    with pytest.raises(AttributeError, match="no accuracy; the names are loss, aux, grad_norm, finite, step, by_stage"):
         metrics.accuracy  # noqa: B018
     assert not hasattr(metrics, "shape")
     on_the_host = jax.device_get(metrics)

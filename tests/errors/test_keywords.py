@@ -38,6 +38,8 @@ CASES = {
     "a schedule": lambda: jaxpp.schedule.make("1f1b", ranks=2),
     "its older name": lambda: pipeline(num_stages=2, shared="graph"),
     "names of other libraries": lambda: pipeline(num_stages=2, chunks=8, fsdp=True),
+    "a key by its name in Flax": lambda: pipeline(num_stages=2).step(None, X, rng=None),
+    "parameters by name": lambda: pipeline(num_stages=2).init(params=PARAMS, batch=X),
     "no optimizer": lambda: jaxpp.Pipeline(loss_fn, num_stages=2),
     "no number of stages": pipeline,
     "numbers by position": lambda: jaxpp.Pipeline(loss_fn, SGD, 2, 4),

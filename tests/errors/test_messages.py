@@ -73,6 +73,7 @@ class Pair:
 
 
 CASES = {
+    "swapped arguments": lambda: grad(params={**BATCH, "n": np.arange(6)}, batch=PARAMS),
     "one giant equation": lambda: grad(giant),
     "ordered effects": lambda: grad(ordered),
     "a key for a loss without one": lambda: jaxpp.value_and_grad(loss_fn, num_stages=2)(PARAMS, BATCH, jax.random.key(0)),

@@ -19,6 +19,15 @@ CASE = mlp_case(batch_size=16)
 SET = {"w": np.ones((6, 6), "f")}
 
 
+class Tensor:
+    """As of PyTorch: NumPy makes an array of it, and JAX does not."""
+
+    shape = (8, 4)
+
+    def __array__(self, *args, **kwargs):
+        return np.ones(self.shape)
+
+
 def begun(loss=loss_fn, optimizer=SGD, params=PARAMS, batch=X, **options):
     """A pipeline, begun with these parameters and this batch."""
     pipe = make(loss, optimizer, **options)
@@ -133,6 +142,8 @@ REFUSED = {
     "a mesh in words": lambda: two(mesh="2x2x2"),
     "a mesh and replicas": lambda: two(mesh=mesh_of(2, 2, 2), data_parallel=2),
     "a mesh of more ranks": lambda: two(mesh=mesh_of(4, 2, 1)),
+    "replicas as text": lambda: two(data_parallel="2"),
+    "a list for host": lambda: begun(host=["params"]),
     "no replicas": lambda: two(data_parallel=0),
     "more replicas than devices": lambda: two(data_parallel=16),
     "devices named twice for replicas": lambda: two(devices=D[:1] * 2, data_parallel=2),
@@ -143,6 +154,12 @@ REFUSED = {
     "a rule for one leaf": lambda: meshed(shardings=[P()]),
     "a rule of more axes": lambda: meshed(shardings={"head": P(None, None, "model")}),
     "a batch that replicas cannot share": lambda: begun(batch=jnp.ones((18, 4)), data_parallel=4),
+    "a batch of another library's arrays": lambda: begun(batch=Tensor()),
+    "a state and its metrics": lambda: stepped(state=(begun()[1], None)),
+    "a function for a key": lambda: begun()[0].evaluate(stepped()[0], X, loss_fn),
+    "several transformations": lambda: begun(optimizer=[optax.clip(1.0), SGD]),
+    "learning rates for an optimizer": lambda: begun(optimizer=optax.cosine_decay_schedule(0.1, 100)),
+    "a made schedule, misspelt": lambda: begun(schedule="Auto"),
     "a batch smaller than microbatches": lambda: begun(batch=jnp.ones((4, 4)), data_parallel=4),
     "wrong samplings": lambda: jaxpp.Sampling(-1, 0, 2),
     "more tokens than the vocabulary": lambda: jax.eval_shape(jaxpp.Sampling(top_k=9), jnp.zeros(8), jax.random.key(0)),

@@ -151,6 +151,20 @@ def test_the_cause_of_an_error_is_kept_and_folded_too():
     assert not ours(error.__cause__)
 
 
+def test_an_error_that_python_raises_in_a_line_of_jaxpp_says_how_to_see_that_line():
+    # A missing key of a dictionary of jaxpp's own came out as one line, ``KeyError: Name(...)``, without a frame to report.
+    scope = {"__name__": "jaxpp.broken"}
+    exec("def broken(): return {}['lost']\ndef refusing(): raise KeyError('no such metric')", scope)  # noqa: S102
+    (note,) = raised(entry(scope["broken"])).__notes__
+    assert note.startswith("jaxpp: raised in jaxpp itself; ") and "traceback_filtering" in note
+    assert not hasattr(raised(entry(scope["refusing"])), "__notes__")
+    assert not hasattr(raised(entry(lambda: {}["the user's"])), "__notes__")
+    forward = jaxpp.Forward(loss_fn, num_stages=2)
+    params = forward.init(PARAMS, X)
+    (note,) = raised(lambda: list(forward.stream(params, map(int, ["one"])))).__notes__
+    assert note.endswith("the iterator of batches raised this when it was asked for batch 0")
+
+
 def test_a_reducer_that_raises_is_named_with_its_own_frames_as_the_cause():
     error = raised(lambda: pipeline(with_aux, has_aux=True, reduce_aux=reduce).init(PARAMS, X))
     assert not ours(error)

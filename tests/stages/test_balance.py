@@ -336,6 +336,7 @@ def test_a_network_of_convolutions_is_not_told_to_shard_its_parameters():
     with pytest.warns(jaxpp.UnevenStagesWarning, match="use data parallelism alone, which suits convolutions") as told:
         jaxpp.value_and_grad(loss_fn, num_stages=3)(params, jnp.ones((6, 1, 8, 8)))
     assert not any("mesh=" in str(each.message) for each in told)
+    assert all(str(each.message).count("data parallelism alone") == 1 for each in told)
 
 
 @pytest.mark.long

@@ -229,7 +229,7 @@ def resolve(loss: TracedLoss, names: Sequence[str]) -> Cuts:
     if unknown:
         names_there = [known for known in _known_names(loss) if _place(loss, known)]  # no stage but the first begins at 0
         rule, got = "a cut names a module path or a parameter prefix of the model", [repr(name) for name in unknown]
-        fix = spelt(unknown, names_there, "use one of the names below")
+        fix = spelt(unknown, [known for known in names_there if known not in names], "use one of the names below")
         error = CutError(where, rule, got, fix, "names: " + ", ".join(names_there))
         error.unknown = tuple(unknown)
         raise error
@@ -376,7 +376,7 @@ def _divide_head(loss: TracedLoss, heaviest: int, speeds: Sequence[float], speed
 def _remedy(loss: TracedLoss, inside: range, eqn: JaxprEqn, speeds: Sequence[float]) -> str:
     total, counts = sum(loss.costs), range(2, len(speeds) if len(set(speeds)) == 1 else 0)
     fits = [n for n in counts if (least_largest(loss, n) or total) * n <= UNEVEN * total]
-    fewer = f"pass num_stages={fits[-1]}" if fits else "use one device, or data parallelism alone"
+    fewer = f"pass num_stages={fits[-1]}; or " if fits else "use one device, or data parallelism alone; or "
     held = sorted({loss.barred[k] for k in inside if k in loss.barred})
     if held:
         other = f"update model_state {', '.join(held[:3])} where it is read, so that a stage can begin in between"
@@ -384,10 +384,11 @@ def _remedy(loss: TracedLoss, inside: range, eqn: JaxprEqn, speeds: Sequence[flo
         other = _kind_and_advice(loss, eqn)[1]
     elif kind_of(eqn) == "conv_general_dilated":
         other = "use data parallelism alone, which suits convolutions: they have few parameters for their work"
+        fewer = fewer if fits else ""
     else:
         other = f"shard its parameters with {'Pipeline' if loss.is_loss else 'Forward'}(mesh=..., shardings=...)"
     quiet = 'warnings.filterwarnings("ignore", category=jaxpp.UnevenStagesWarning)'
-    return f"{fewer}; or {other}; if the stages are there for memory, {quiet}"
+    return f"{fewer}{other}; if the stages are there for memory, {quiet}"
 
 
 def _share(loss: TracedLoss, position: int) -> float:

@@ -254,7 +254,8 @@ def check_batch(
         raise BatchError(where + per_replica, rule, f"{counted} for {num_replicas} x {num_microbatches}", fix)
     if size < num_microbatches:
         rule, fix = "each microbatch needs at least one example", f"num_microbatches={max(size, 1)} or fewer"
-        raise BatchError(where, rule, f"{counted} for {num_microbatches} microbatches", f"pass a larger batch, or {fix}")
+        fix = f"pass a larger batch, or {fix}; where an epoch ends with a smaller batch, leave that out"
+        raise BatchError(where, rule, f"{counted} for {num_microbatches} microbatches", fix)
     return size // num_replicas
 
 
@@ -330,7 +331,9 @@ def _what_instead(leaves: Sequence[Leaf]) -> str:
     """What to pass in place of leaves that are no arrays."""
     fixes = []
     for leaf in leaves:
-        if isinstance(leaf, Iterable) and not isinstance(leaf, (str, bytes)) and not hasattr(leaf, "shape"):
+        if hasattr(leaf, "__array__") and not isinstance(leaf, (np.ndarray, jax.Array)) and unfit(leaf):  # of PyTorch, of pandas
+            fixes.append("make NumPy arrays of them with np.asarray")
+        elif isinstance(leaf, Iterable) and not isinstance(leaf, (str, bytes)) and not hasattr(leaf, "shape"):
             fixes.append("pass one batch at a time: for batch in loader: state, metrics = pipe.step(state, batch)")
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             name = type(leaf).__name__
