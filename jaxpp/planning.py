@@ -23,6 +23,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpp.engine.init_arguments import check_order, refuse_containers, with_inputs
+from jaxpp.engine.layout import Traces
 from jaxpp.engine.sharding_rules import specs_of
 from jaxpp.engine.tracing import check_key
 from jaxpp.errors import ArgumentError, JaxppError, shown
@@ -541,6 +542,7 @@ class _Planner:
     sizes: tuple[int, int] = 0, 0  # bytes of the parameters, and of the optimizer's state; 0 of what cannot be made
     shardings: Mapping[int, Mapping[str, PartitionSpec]] = dataclasses.field(default_factory=dict)  # that are proposed
     machines: dict[str, Devices] = field(default_factory=dict)  # of one mesh, which GPUs of all kinds and all ways share
+    traces: Traces = field(default_factory=Traces)
 
     def sized(self, layouts: Sequence[GPUMesh]) -> "_Planner":
         """The same with its sizes, shapes for what makes them, and how GPUs share stages.
@@ -635,7 +637,8 @@ class _Planner:
 
     def _machine(self, layout: GPUMesh, options: Arguments) -> Devices:
         """What estimates a layout; it compiles nothing unless it is asked for that."""
-        return Devices(*self.given, devices=layout.devices, mesh=layout.where.get("mesh"), options=options, compiles=False)
+        mesh = layout.where.get("mesh")
+        return Devices(*self.given, devices=layout.devices, mesh=mesh, options=options, compiles=False, traces=self.traces)
 
     def _shared(self, layout: GPUMesh, options: Arguments) -> Devices:
         """What estimates a layout; all GPUs and ways to save memory share its traces, unless cuts go by time or bytes."""

@@ -13,7 +13,7 @@ import jax
 import optax
 
 from jaxpp.engine.compared import step_texts
-from jaxpp.engine.layout import Layout, Placed, Preparer, lay_out, place_leaves
+from jaxpp.engine.layout import Layout, Placed, Preparer, Traces, lay_out, place_leaves
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.made_to_measure import made_for
 from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves
@@ -575,19 +575,21 @@ def open_engine(
     known: Engine | None = None,
     like: Layout | None = None,
     places: Sequence[Place] = (),
+    traces: Traces | None = None,
 ) -> Engine:
     """The engine for parameters (and the model state, if any) and a batch of these shapes: the loss cut, the optimizer placed.
 
     ``known``, an engine of the same options, is returned if it is for these shapes, and lends its programs otherwise, itself
     unchanged whatever is refused. The loss is cut at the same places as in the layout ``like``. A schedule that is to be made to
-    measure is made here; where the stages of ``places`` are, there its stages are too, if its ranks are there.
+    measure is made here; where the stages of ``places`` are, there its stages are too, if its ranks are there. ``traces`` are what
+    engines share that are opened for the same loss, optimizer and parameters one after another.
     """
     shapes = shapes_key(batch, key)
     if known is not None and same_shapes(known.layout.given, variables) and known.opened_at == shapes:
         return known
     programs = Programs() if known is None else known.programs
     with cudnn_of(options.devices):
-        layout, microbatch, first = lay_out(options, optimizer, variables, batch, key, programs, like)
+        layout, microbatch, first = lay_out(options, optimizer, variables, batch, key, programs, like, traces)
     placed = place_leaves(options, layout, first)
     preparer = Preparer(options, layout, placed.placement, first, microbatch, key)
     engine = Engine(options, optimizer, placed, preparer, programs, shapes)

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -215,6 +215,14 @@ def state_leaves(model_state: Tree, owner: Sequence[int]) -> list[StateLeaf]:
     return [StateLeaf(Role.STATE, k, aval, stage) for k, (aval, stage) in enumerate(zip(shapes, owner, strict=True))]
 
 
+@dataclass(eq=False)
+class Traces:
+    """What pipelines of one loss, one optimizer and parameters of the same shapes share, wherever they are cut."""
+
+    losses: dict[Hashable, TracedLoss] = field(default_factory=dict)  # with a loop's layers apart, by what they are traced with
+    optimizers: dict[frozenset[int], TracedOptimizer] = field(default_factory=dict)  # by the leaves that they leave alone
+
+
 def lay_out(
     options: Options,
     optimizer: optax.GradientTransformation | None,
@@ -223,12 +231,15 @@ def lay_out(
     key: Key | None,
     programs: Programs,
     like: Layout | None = None,
+    traces: Traces | None = None,
 ) -> tuple[Layout, Batch, CutLoss]:
     """The layout at the shapes given, the shapes of the first microbatch, and the loss cut at these.
 
     The optimizer decides which gradients are wanted and which leaves may be slices. With ``balance="memory"``, the better of that
     cut and of the cut for the shortest step is taken. Where a loop over layers is cut, there are more parameter leaves than given.
+    What is in ``traces`` is not traced again.
     """
+    traces = Traces() if traces is None else traces
     check_key(key, options.loss_fn, 2 + options.has_state)
     if options.is_loss:
         check_trainable(jax.tree_util.tree_leaves_with_path(variables[0]), allow_int=options.allow_int)
@@ -238,14 +249,18 @@ def lay_out(
     check_arrays(variables[1:])
     given, traced, frozen = tuple(map(avals_of, variables)), None, frozen_by_type(variables[0])
     if optimizer is not None:
-        traced = TracedOptimizer(optimizer, given[0], untrained_leaves(given[0], options.trains))
+        untrained = untrained_leaves(given[0], options.trains)
+        traced = traces.optimizers.setdefault(untrained, TracedOptimizer(optimizer, given[0], untrained))
         frozen |= traced.unread
     tracing, schedule = Tracing(options, frozen), options.schedule
     tracing.check_key_taken(options.loss_fn, key)
     check_shared(first_of(batch), options.broadcast)
     size, first_part = split_of(options, batch, train=options.is_loss).sizes[0], first_of(batch)
     microbatch = resized(batch_avals(first_part), size, tracing.shared(first_part))
-    layered = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
+    name = shapes_key(microbatch, key), frozen, options.axes
+    if name not in traces.losses:
+        traces.losses[name] = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
+    layered = traces.losses[name]
     rows = _by_row(given[1:], layered.stacked_state)
     if rows.any:  # each row is a leaf, so that cuts may lie between two layers
         layered = tracing.trace(options.loss_fn, (given[0], rows.of(given[1])), microbatch, key, per_layer=True)

@@ -560,7 +560,10 @@ def closed_function(graph: Graph, piece: Piece, inputs: Sequence[Var], atoms: Se
     """A piece as a function of ``inputs``, its constants put in."""
     constants = {var: graph.constants[var] for var in piece.inputs if var in graph.constants}
     run = graph.function(piece.eqns, [*inputs, *constants], atoms)
-    does = fingerprint([graph.eqns[i] for i in piece.eqns], inputs, atoms, constants)
+
+    def does() -> Hashable:
+        return fingerprint([graph.eqns[i] for i in piece.eqns], inputs, atoms, constants)
+
     return ComparableFunction(lambda *args: run(*args, *constants.values()), does)
 
 

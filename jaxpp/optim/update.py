@@ -248,7 +248,7 @@ def _packing(
         values = run(*(args[k] if part is None else part.of(args[k]) for k, part in reads))
         return [*(values[k] for k in chosen), *(jnp.stack([values[k] for k in group]) for group in groups)]
 
-    return ComparableFunction(function, run.does and (run.does, reads, chosen, groups))  # all that the function reads
+    return ComparableFunction(function, lambda: run.does and (run.does, reads, chosen, groups))  # all that the function reads
 
 
 @dataclass(eq=False)
@@ -383,16 +383,22 @@ class _Writer:
             reads = tuple((number[name], at) for name, at in held)
             chosen = (*range(len(results)), *(order[var] for var in returned))
             groups = tuple(tuple(order[var] for var in group) for group in packs.values())
-            run = closed_function(graph, piece, inputs, [*results, *piece.outputs])
+            values = [*results, *piece.outputs]
+            run = closed_function(graph, piece, inputs, values)
+            made = [*(aval_of(values[k]) for k in chosen), *(self._vector(group) for group in packs.values())]
             avals = shapes_of((shapes | replaced)[name] for name in names_in)
             called = f"stage_{stage}_update" + f"_{level}" * (level > 0) + "_own" * apart
             lean = sum(map(count_bytes, avals)) > _LARGE
-            program = Program(_packing(run, reads, chosen, groups), *refs, avals, name=called, env=graph.env, lean=lean)
+            run = _packing(run, reads, chosen, groups)
+            program = Program(run, *refs, avals, name=called, env=graph.env, lean=lean, makes=tuple(shapes_of(made)))
             self.update.programs[part, *refs] = program
         self.builder.compute(label, program, stage, names_in, [*names_out, *fresh])
-        for (peer, dtype), group, name in zip(packs, packs.values(), fresh[len(returned) :], strict=True):
-            self._deliver(peer, group, name, jax.ShapeDtypeStruct((len(group),), dtype))
+        for (peer, _), group, name in zip(packs, packs.values(), fresh[len(returned) :], strict=True):
+            self._deliver(peer, group, name, self._vector(group))
         return names_out
+
+    def _vector(self, scalars: Sequence[Var]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(scalars),), aval_of(scalars[0]).dtype)
 
     def _readers(self, var: Var) -> set[int]:
         return {part.stage for part in self.readers.get(var, ())}

@@ -102,8 +102,30 @@ def rates_of(device: Device) -> Rates:
     return Rates(numbers.peaks, numbers.bandwidth, links.peer, links.network, links.host, _KERNELS * KERNEL, numbers)
 
 
+class Work(NamedTuple):
+    """What an equation does, on whatever device: a kernel of its own, a part of a fusion, or a loop with others inside."""
+
+    inside: tuple[tuple["Work", ...], ...] = ()  # the works of each body
+    times: int = 1  # that these run
+    eqn: JaxprEqn | None = None  # None of loops and branches, and of what takes no time
+    num_bytes: int = 0  # that it reads and writes
+    alone: bool = False  # whether it is a kernel of its own
+
+    def seconds(self, rates: Rates) -> float:
+        """What it takes at these rates."""
+        if self.eqn is None:
+            return max((sum(work.seconds(rates) for work in body) for body in self.inside), default=0.0) * self.times
+        moving = self.num_bytes / rates.bandwidth / _moving(self.eqn, rates)
+        return (rates.kernel if self.alone else 0.0) + max(_arithmetic(self.eqn, rates), moving)
+
+
 def seconds_of(eqns: Sequence[JaxprEqn], results: Collection[Atom], rates: Rates) -> list[float]:
-    """What each equation of a program that returns ``results`` takes, in seconds.
+    """What each equation of a program that returns ``results`` takes, in seconds."""
+    return [work.seconds(rates) for work in works_of(eqns, results)]
+
+
+def works_of(eqns: Sequence[JaxprEqn], results: Collection[Atom]) -> list[Work]:
+    """What each equation of a program that returns ``results`` does.
 
     What several fused equations read counts at the first of them, what they write at the equation that makes it. A loop takes as
     long as all its iterations, a branch as the longest of them; a ``while`` loop counts as one iteration.
@@ -112,11 +134,11 @@ def seconds_of(eqns: Sequence[JaxprEqn], results: Collection[Atom], rates: Rates
     written = set(seen(results)).union(*(seen(eqn.invars) for eqn in eqns if not _fuses(eqn)))
     fused = {var for eqn in eqns if _fuses(eqn) for var in eqn.outvars} - written
     read = set[Var]()
-    seconds = []
+    works = []
     for eqn in eqns:
-        inner = [sum(seconds_of(jaxpr.eqns, jaxpr.outvars, rates)) for jaxpr in inner_jaxprs(eqn)]
-        if inner or _is_view(eqn):
-            seconds.append(max(inner, default=0.0) * (length_of(eqn) or 1))
+        inside = tuple(tuple(works_of(jaxpr.eqns, jaxpr.outvars)) for jaxpr in inner_jaxprs(eqn))
+        if inside or _is_view(eqn):
+            works.append(Work(inside, length_of(eqn) or 1))
             continue
         operands, made = seen(eqn.invars), list(eqn.outvars)
         if kind_of(eqn) == "gather":  # rows of its first operand, not all of it
@@ -128,9 +150,8 @@ def seconds_of(eqns: Sequence[JaxprEqn], results: Collection[Atom], rates: Rates
             operands = [var for var in operands if var not in read]
             read.update(operands)
         moved = sum(count_bytes(aval_of(var)) for var in (*operands, *made))
-        alone = rates.kernel if made or not _fuses(eqn) else 0.0  # a fusion counts where it writes
-        seconds.append(alone + max(_arithmetic(eqn, rates), moved / rates.bandwidth / _moving(eqn, rates)))
-    return seconds
+        works.append(Work((), 1, eqn, moved, bool(made) or not _fuses(eqn)))  # a fusion counts where it writes
+    return works
 
 
 def _fuses(eqn: JaxprEqn) -> bool:

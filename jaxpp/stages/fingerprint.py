@@ -8,8 +8,9 @@ differentiated already; where it has not, they count as the objects that they ar
 
 import enum
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -27,10 +28,15 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.dtype)
 
 @dataclass(frozen=True, eq=False)
 class ComparableFunction:
-    """A function that can be compared: with a value that says all it does."""
+    """A function that can be compared: with a value that says all it does, or what makes this value once somebody asks."""
 
     run: Any
-    does: Hashable  # equal for functions that do the same; None if that cannot be said
+    says: Hashable | Callable[[], Hashable]
+
+    @cached_property
+    def does(self) -> Hashable:
+        """Equal for functions that do the same; None if that cannot be said."""
+        return self.says() if callable(self.says) else self.says
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Run the function."""

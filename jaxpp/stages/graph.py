@@ -7,12 +7,14 @@ each equation and returns a ``Piece`` for each colour. An equation of colour Non
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from jaxpp.stages.axes import AxisEnv, RankAxes, axes_named, divides, moved, rules_in
+from jaxpp.stages.fingerprint import fingerprint
 from jaxpp.stages.interpreter import Interpreter
 from jaxpp.stages.jaxpr import (
     CALLS,
@@ -47,6 +49,11 @@ class Graph:
     env: AxisEnv = ()  # the axes that collectives among the equations may be over
     sharded: bool = False  # whether the function said itself how its values are divided among devices
     communicates: AxisEnv = ()  # the names of axes over which it has collectives between replicas
+
+    @cached_property
+    def does(self) -> Hashable:
+        """Equal for graphs that do the same with inputs and constants; None if that cannot be said."""
+        return fingerprint(self.eqns, [*self.inputs, *self.constants], self.outputs)
 
     def function(self, eqns: Iterable[int], inputs: Sequence[Var], outputs: Sequence[Atom]) -> Callable[..., list[jax.Array]]:
         """The function of ``inputs`` that runs the equations numbered ``eqns`` and returns ``outputs``."""

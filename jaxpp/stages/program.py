@@ -71,10 +71,13 @@ class Program:
     name: str = "program"  # what it is called where it is compiled, and so in a trace of JAX's profiler: ``stage_2_forward``
     env: AxisEnv = ()  # the axes over which it may communicate
     lean: bool = False  # whether it is compiled to hold little at once, rather than to run independent operations side by side
+    makes: tuple[jax.ShapeDtypeStruct, ...] | None = None  # its results, where they are known without a trace
 
     @cached_property
     def results(self) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of each result."""
+        if self.makes is not None:
+            return list(self.makes)
         return jax.make_jaxpr(self.function, axis_env=self.env, return_shape=True)(*self.avals)[1]
 
     @property
@@ -201,4 +204,4 @@ def packed(program: Program, reads: Sequence[Pack] = (), writes: Sequence[Pack] 
         return [values[ref] for ref in outputs]
 
     avals = (*(aval for _, aval in plain), *(pack.aval for pack in used))
-    return replace(program, function=function, inputs=inputs, outputs=tuple(outputs), avals=avals)
+    return replace(program, function=function, inputs=inputs, outputs=tuple(outputs), avals=avals, makes=None)

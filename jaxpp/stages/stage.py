@@ -17,11 +17,11 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.cost import count_bytes, count_flops, product_flops
-from jaxpp.stages.estimate import CPU_RATES, Rates, seconds_of
+from jaxpp.stages.estimate import CPU_RATES, Rates, Work, works_of
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.floating import is_quantised
 from jaxpp.stages.graph import Graph, Piece, descendants, live, partition, trace
@@ -129,6 +129,7 @@ class StageBuilder:
     made: Mapping[Var, int] = field(default_factory=dict)  # the stage that makes each of them
     looped: dict[RematPolicy, list[Graph]] = field(default_factory=dict)  # the loss with its loops as a policy would have them
     traced: dict[Hashable, Graph] = field(default_factory=dict)  # stages with their pullback, by what tells equal ones
+    works: dict[Hashable, tuple[Sequence[JaxprEqn], list[Work]]] = field(default_factory=dict)  # of pieces of these
 
     def build(self, stage: int, piece: Piece) -> StageCode:
         """The programs of the stage that runs ``piece``."""
@@ -189,8 +190,7 @@ class StageBuilder:
             if remat not in self.looped:
                 self.looped[remat] = remat.loops(graph, range(len(graph.eqns)))
             graphs += [each for each in self.looped[remat] if any(each.eqns[i] is not graph.eqns[i] for i in piece.eqns)]
-        traces = [self._trace(body, graph) for graph in graphs]
-        traces = [replace(traced, graph=remat.prepared(traced.graph)) for traced in traces]
+        traces = [self._trace(body, graph, remat) for graph in graphs]
 
         def build(policy: RematPolicy) -> list[StagePrograms]:
             found = [StagePrograms(self, traced, stage, body.num_constants, policy) for traced in traces]
@@ -201,7 +201,7 @@ class StageBuilder:
 
         return remat.chosen(build)
 
-    def _trace(self, body: _Slice, whole: Graph) -> TracedStage:
+    def _trace(self, body: _Slice, whole: Graph, policy: RematPolicy) -> TracedStage:
         remat, inputs, outputs = self.loss.remat, body.inputs, body.outputs
         run = whole.function(body.piece.eqns, body.piece.inputs, [atom for _, atom in outputs])
         avals = shapes_of(body.piece.inputs)
@@ -238,10 +238,10 @@ class StageBuilder:
 
         eqns, atoms = [whole.eqns[i] for i in body.piece.eqns], [atom for _, atom in outputs]
         does = fingerprint(eqns, body.piece.inputs, atoms, differentiable=True)
-        alike = does and (does, *map(module_path, eqns), *wants, *gives, whole.env, rank)
+        alike = does and (does, *map(module_path, eqns), *wants, *gives, whole.env, rank, policy)
         graph = self.traced.get(alike)
         if graph is None:
-            graph = with_one_hots(trace(both, avals, shapes, opened=True, env=whole.env, rank=rank)[0])
+            graph = policy.prepared(with_one_hots(trace(both, avals, shapes, opened=True, env=whole.env, rank=rank)[0]))
             if alike is not None:
                 self.traced[alike] = graph
         differentiable, others = _divided(results, gives)
@@ -265,7 +265,7 @@ class StagePrograms:
     def __init__(self, builder: StageBuilder, traced: TracedStage, stage: int, num_constants: int, remat: RematPolicy):
         self.traced, self.stage, self._builder = traced, stage, builder
         graph, options, below = traced.graph, builder.options, SMALL * builder.options.pack
-        does = fingerprint(graph.eqns, [*graph.inputs, *graph.constants], graph.outputs)
+        does = graph.does
         names = traced.inputs, traced.results, traced.returned, traced.seeds
         decided = frozenset(options.reducers), num_constants, remat, options.scaled_by, below, options.skips
         self._does = does and (does, names, stage, *decided)
@@ -443,10 +443,13 @@ class StagePrograms:
         """Seconds that F, B, I and W take, by kind, on devices of these rates that are together as fast as ``speed`` of them."""
         eqns, outputs = self.traced.graph.eqns, self.traced.graph.outputs
         pieces = {"F": self._piece(FORWARD), "B": self._piece(BACKWARD), "I": self._piece(_INPUT), "W": self._piece(_WEIGHT)}
-        return {
-            kind: sum(seconds_of([eqns[i] for i in piece.eqns], [*piece.outputs, *outputs], rates)) / speed
-            for kind, piece in pieces.items()
-        }
+        known, found = self._builder.works, dict[str, float]()
+        for kind, piece in pieces.items():
+            name = id(eqns), piece.eqns, piece.outputs
+            if name not in known:
+                known[name] = eqns, works_of([eqns[i] for i in piece.eqns], [*piece.outputs, *outputs])
+            found[kind] = sum(work.seconds(rates) for work in known[name][1]) / speed
+        return found
 
     def _called(self, name: str, program: Program, packs: Sequence[Pack] = ()) -> Program:
         does = self._does and (self._does, name, tuple(packs))

@@ -30,7 +30,7 @@ from jax.sharding import Mesh
 from jaxpp.engine.compared import opening_texts
 from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.init_arguments import InitArguments, first_leaves, variables_of
-from jaxpp.engine.layout import Layout
+from jaxpp.engine.layout import Layout, Traces
 from jaxpp.engine.tracing import Tracing
 from jaxpp.errors import ArgumentError
 from jaxpp.errors.checks import check_ranks
@@ -84,6 +84,7 @@ class Devices:
     """A ``Machine`` that runs steps on copies of the parameters; results are kept in the user's cache folder, or in ``keep``.
 
     One that does not even compile (``compiles=False``) estimates costs and peaks from shapes, of devices whose numbers are known.
+    Those of the same loss, optimizer and parameters may share ``traces``.
     """
 
     def __init__(  # noqa: PLR0913  (the options of the front doors)
@@ -99,6 +100,7 @@ class Devices:
         options: Mapping[str, Any] | None = None,
         keep: bool | str | os.PathLike[str] = True,
         compiles: bool = True,
+        traces: Traces | None = None,
     ):
         self._compiles, self._estimates = compiles, Estimates()
         self._ranks, self._options = tuple(jax.devices() if devices is None else devices), dict(options or {})
@@ -118,7 +120,7 @@ class Devices:
         self._families: dict[tuple[Family, Hashable], tuple[_Steps, Needs]] = {}  # by what replicas divide and what waits, too
         self._elsewhere: dict[str, _Results] = {}  # what was found where other parts of the state are divided, or wait
         self._layouts: dict[Family, Layout] = {}  # of families with cuts for another schedule than a plain one
-        self._pace = _Pace()
+        self._pace, self._traces = _Pace(), traces or Traces()
         self.num_measured = 0
         if not compiles:
             self._results = _Results(False, "", several=False)
@@ -251,7 +253,7 @@ class Devices:
             shapes = given.shapes(options.axes)
         variables = variables_of(options, shapes)
         key = Tracing(options).key_for(variables, self._batch, self._key)
-        engine = open_engine(options, self._optimizer, variables, self._batch, key, like=like)
+        engine = open_engine(options, self._optimizer, variables, self._batch, key, like=like, traces=self._traces)
         if engine.placed.per_replica:
             engine.preparer.groups.set([0] * engine.placement.num_replicas)  # all of them run the same task
         return _Steps(engine, self._batch, key, self._variables)
