@@ -18,7 +18,7 @@ from jaxpp.engine.lru import LRU
 from jaxpp.engine.made_to_measure import made_for
 from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves
 from jaxpp.engine.tail import Tail
-from jaxpp.engine.tracing import check_key, raw_key, same_shapes, shapes_key
+from jaxpp.engine.tracing import check_key, same_shapes, shapes_key
 from jaxpp.errors import StateError
 from jaxpp.lowering.builder import CALLER, Builder, Flow, LineList, Name, here
 from jaxpp.lowering.lower import INIT_KEY, add_gradients, add_wait, add_zero_gradients, forward_actions, lower, lower_init
@@ -49,7 +49,7 @@ from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.floating import has_gradient
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import calls_host, describe
-from jaxpp.stages.loss.microbatch import Microbatches, batch_avals
+from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, raw_key
 from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stacked import Slicing, is_slices

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp.engine.lru import LRU
 from jaxpp.engine.sharding_rules import check_even, fits, num_parts, over_both, over_model, specs_of
-from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, same_shapes, shapes_key
+from jaxpp.engine.tracing import Tracing, avals_of, check_key, same_shapes, shapes_key
 from jaxpp.errors import ArgumentError, BatchError, warn
 from jaxpp.lowering.builder import CALLER, Constant, Name, waiting
 from jaxpp.lowering.microbatch_weights import given_weights, weigh
@@ -56,6 +56,7 @@ from jaxpp.stages.loss.microbatch import (
     check_batch,
     check_shared,
     first_of,
+    raw_key,
     resized,
     sizes,
     split_any,

@@ -26,6 +26,7 @@ from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.processes.trees import are_across, slices_of, stand_in_for
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loss.microbatch import raw_key
 from jaxpp.stages.loss.traced_loss import wrong_leaves
 from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, on_host, whole_shape
 from jaxpp.tables import bytes_in_words, html_remarks, html_table, table_lines
@@ -320,8 +321,7 @@ def _plain(leaf: Leaf) -> Leaf:
     """A leaf as Python numbers: an array, or a key as the numbers that it is made of; anything else as it is."""
     if not hasattr(leaf, "dtype"):
         return leaf
-    data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-    return np.asarray(data).tolist()
+    return np.asarray(raw_key(leaf)).tolist()
 
 
 class _Shown:
@@ -582,8 +582,7 @@ def _buffers(leaf: Leaf) -> list[tuple[Device, int]]:
     """What tells whether two arrays share memory: the addresses of an array's shards; nothing for what is no device array."""
     if not isinstance(leaf, jax.Array):
         return []
-    data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-    data = jax.block_until_ready(data)  # to ask for an address waits with Python's lock held, which a host callback may want
+    data = jax.block_until_ready(raw_key(leaf))  # asking for an address waits with Python's lock, which a host callback may want
     return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in data.addressable_shards if shard.data.size]
 
 

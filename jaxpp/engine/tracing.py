@@ -118,11 +118,6 @@ def _why_no_key(key: Key) -> str | None:
     return None
 
 
-def raw_key(key: Key) -> jax.Array:
-    """A key as the array of integers that programs take."""
-    return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-
-
 class Tracing:
     """Traces losses, and cuts them, as the options say; nobody wants the gradient of the ``frozen`` parameter leaves.
 

@@ -13,6 +13,7 @@ from jaxpp.errors import ArgumentError, BatchError, ParamsError, StateError, sho
 from jaxpp.errors.checks import check_function
 from jaxpp.stages.axes import maps
 from jaxpp.stages.cuts.cut_loss import CutLoss
+from jaxpp.stages.loss.microbatch import raw_key
 from jaxpp.stages.program import ACCUMULATED, Ref, Role
 from jaxpp.stages.stacked import Slicing
 from jaxpp.types import Array, Batch, Key, Params, Tree
@@ -97,8 +98,7 @@ def _run(cut: CutLoss, stage: int, params: Sequence[Array], x: dict[int, Array],
     values |= {Ref(Role.ACTIVATION, k): value for k, value in x.items()}
     values[Ref(Role.SCALE)] = jnp.ones(())
     if key is not None:
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        values[Ref(Role.KEY)] = jax.random.key_data(key) if typed else key
+        values[Ref(Role.KEY)] = raw_key(key)
     for program in (code.statics, code.forward):
         for ref, aval in zip(program.inputs, program.avals, strict=True):
             if ref.role in ACCUMULATED:

@@ -9,7 +9,7 @@ falls out of an equation of I (a ``scan``) is summed there. A stage whose input 
 """
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from jaxpp.stages.cost import count_bytes, count_flops, product_flops
 from jaxpp.stages.estimate import CPU_RATES, Rates, seconds_of
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.floating import is_quantised
-from jaxpp.stages.graph import Graph, Piece, descendants, live, partition, trace
+from jaxpp.stages.graph import Graph, Piece, descendants, live, needed_in, partition, trace
 from jaxpp.stages.jaxpr import CHEAP, LAYOUT, Atom, aval_of, calls_host, kind_of, module_path, shapes_of, variables
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import scale_dtype
@@ -352,10 +352,10 @@ class StagePrograms:
         """Divide the equations of the backward into the pieces of I and W; the half that returns each of its results."""
         graph = self.traced.graph
         results = list(zip(self._backward_atoms, (ref.role == Role.ACTIVATION for ref in self.traced.returned), strict=True))
-        cotangents = {atom for atom, direct in results if direct and isinstance(atom, Var)}
+        cotangents = set(variables(atom for atom, direct in results if direct))
         backward = {i for i, color in enumerate(colors) if color == BACKWARD}
         again = self.again.intersection(self._piece(BACKWARD).eqns)
-        needed = _needed(graph, backward, cotangents)
+        needed = set(needed_in(graph, {var: i for var, i in graph.producers().items() if i in backward}, (), cotangents))
         parts = [_INPUT if i in needed else _WEIGHT if i in backward else color for i, color in enumerate(colors)]
         made = cotangents.union(*(graph.eqns[i].outvars for i in needed))
         if needed:
@@ -556,18 +556,6 @@ def _reads(results: Sequence[Atom], added: _Added) -> list[Atom]:
 
 def _divided(values: Sequence[_T], flags: Sequence[int]) -> tuple[list[_T], list[_T]]:
     return list(itertools.compress(values, flags)), [value for value, flag in zip(values, flags, strict=True) if not flag]
-
-
-def _needed(graph: Graph, backward: Collection[int], cotangents: Iterable[Atom]) -> set[int]:
-    producers = graph.producers()
-    needed: set[int] = set()
-    pending = variables(cotangents)
-    while pending:
-        i = producers.get(pending.pop())
-        if i is not None and i in backward and i not in needed:
-            needed.add(i)
-            pending += variables(graph.eqns[i].invars)
-    return needed
 
 
 def _average_like(aval: Aval) -> jax.ShapeDtypeStruct:

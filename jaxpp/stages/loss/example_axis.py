@@ -50,6 +50,7 @@ from jaxpp.stages.jaxpr import (
     user_line,
     variables,
 )
+from jaxpp.stages.loss.microbatch import raw_key
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.types import Leaf
 
@@ -316,9 +317,8 @@ def _values(array: Leaf) -> np.ndarray | None:
     """The values of an array that a function closed over; None where they are not here."""
     if isinstance(array, Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return None
-    is_key = jnp.issubdtype(jax.dtypes.result_type(array), jax.dtypes.prng_key)
     with jax.ensure_compile_time_eval():  # whoever asks may be traced, as the weights of microbatches are
-        return np.asarray(jax.random.key_data(array) if is_key else array)
+        return np.asarray(raw_key(array))
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:

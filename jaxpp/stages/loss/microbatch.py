@@ -373,6 +373,11 @@ def fold_keys(
     return [folded[i] for i in range(count)]
 
 
+def raw_key(leaf: Leaf) -> Leaf:
+    """A key as the array of integers that programs take; any other leaf as it is."""
+    return jax.random.key_data(leaf) if jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key) else leaf
+
+
 def scale_dtype() -> DType:
     """The dtype of microbatch weights: float32, or float64 where enabled."""
     return jnp.zeros(0, float).dtype
