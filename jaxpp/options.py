@@ -132,7 +132,7 @@ class Options:
             copies: whether another loss trains parameters that this one leaves alone.
         """
         schedule, known, delay = self.schedule, not self.made_to_measure, bool(self.delay)
-        single = self.placement.num_replicas == 1
+        single, several = self.placement.num_replicas == 1, len(processes_of(self.devices)) > 1
         axes, sizes = self.axes.names if self.by_list else (), self.axes.sizes
         unnamed = [name for name, axis, _ in axes if axis != DATA and sizes.get(axis, 1) == 1 and not divides]
         fuses = any(action.stage == schedule.num_stages - 1 for action in schedule.pairs)
@@ -154,7 +154,7 @@ class Options:
             (delay and self.offloaded, late, f'with remat="offload" {ends}', "both", both),
             (copies, late, f"where another loss trains what this one leaves alone, {ends}", f"trains={self.trains!r}", out),
             (delay and self.host == "params", late, f"where parameters visit their devices, {ends}", 'host="params" too', both),
-            (delay and self.by_processes, late, f"where processes meet at each step, {ends}", "several processes", out),
+            (delay and several, late, f"where processes meet at each step, {ends}", "several processes", out),
             (delay and calls_host, late, f"where the host is waited for, {ends}", called, out),
             (
                 delay and self.loss_scale and self.has_state,
@@ -177,16 +177,6 @@ class Options:
     def waiting(self) -> frozenset[Role]:
         """The roles of what is on devices only while it is used."""
         return frozenset() if self.host is None else WAITING[self.host]
-
-    @property
-    def by_processes(self) -> bool:
-        """Whether the devices are of several processes."""
-        return len(processes_of(self.devices)) > 1
-
-    @cached_property
-    def compile_only(self) -> bool:
-        """Whether the devices only compile, and hold no arrays."""
-        return compiles_only(self.devices[0])
 
     @cached_property
     def offloaded(self) -> tuple[Offloaded, ...]:

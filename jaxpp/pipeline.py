@@ -487,9 +487,8 @@ class Pipeline(Forward):
             raise StateError(where, rule, got, "call state = pipe.init(...), or step with the state that was restored")
         if gone := num_gone(state):
             count = len(jax.tree.leaves(state.held))
-            got = (
-                f"{gone} of {count} leaves are gone: by an update that failed in part, or by the step of another pipeline or thread"
-            )
+            got = f"{gone} of {count} leaves are gone"
+            got += ": by an update that failed in part, or by the step of another pipeline or thread"
             fix = "go on from a checkpoint, pipe.step(restored, ...), or with the state that the other step returned"
             raise StateError(where, "a state that was consumed cannot be used again", got, fix)
         return state
@@ -651,9 +650,8 @@ class Pipeline(Forward):
         """
         self._opened("flush")
         if not isinstance(state, State):
-            raise StateError(
-                "pipe.flush(state)", "a state is a jaxpp.State", type(state).__name__, "pass the state that step returned"
-            )
+            rule, fix = "a state is a jaxpp.State", "pass the state that step returned"
+            raise StateError("pipe.flush(state)", rule, type(state).__name__, fix)
         settle(state)
         return state
 

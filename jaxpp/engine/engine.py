@@ -184,11 +184,6 @@ class Engine:
         """Which parameter leaves are held as slices."""
         return self.layout.slicing
 
-    @property
-    def holds_slices(self) -> bool:
-        """Whether any leaf of the parameters or of the model state is held as slices."""
-        return self.layout.slicing.any or self.layout.state_slicing.any
-
     def leaves(self, state: Tree) -> Leaves[Array]:
         """The leaves of a state whose arrays live where this engine's do, by what they are."""
         names = self.placed.names

@@ -247,7 +247,8 @@ def lay_out(
     size, first_part = split_of(options, batch, train=options.is_loss).sizes[0], first_of(batch)
     microbatch = resized(batch_avals(first_part), size, tracing.shared(first_part))
     layered = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
-    rows = _by_row(given[1:], layered.stacked_state)
+    state = [leaf.shape for leaf in jax.tree.leaves(given[1:])]
+    rows = Slicing(tuple((1,) * shape[0] if k in layered.stacked_state else () for k, shape in enumerate(state)))
     if rows.any:  # each row is a leaf, so that cuts may lie between two layers
         layered = tracing.trace(options.loss_fn, (given[0], rows.of(given[1])), microbatch, key, per_layer=True)
     if options.cuts is None and like is None:
@@ -264,12 +265,6 @@ def lay_out(
     if options.balance == "time":
         layout, first = found.measured(layered, layout, first, programs)
     return layout, microbatch, first
-
-
-def _by_row(model_state: Tree, leaves: Collection[int]) -> Slicing:
-    """Some leaves of a model state, if there is one, with each row apart."""
-    shapes = [leaf.shape for leaf in jax.tree.leaves(model_state)]
-    return Slicing(tuple((1,) * shape[0] if k in leaves else () for k, shape in enumerate(shapes)))
 
 
 @dataclass(frozen=True)
@@ -349,13 +344,11 @@ class _Layouts:
         specs = self._specs(slicing, shared)
         pairs = list(zip(specs, leaves, strict=True))
         even = options.placement.is_even  # else ``check_even`` refuses what a rank cannot share
-        if even and (
-            rough := [f"{describe(leaf)}: {spec}" for spec, leaf in pairs if not fits(over_model(spec), leaf.shape, sizes)]
-        ):
+        rough = [f"{describe(leaf)}: {spec}" for spec, leaf in pairs if not fits(over_model(spec), leaf.shape, sizes)]
+        if even and rough:
             rule = "where a loop over layers is cut, a stage holds the rows of its layers, and devices share these evenly"
-            raise ArgumentError(
-                "shardings", rule, rough, "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
-            )
+            fix = "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
+            raise ArgumentError("shardings", rule, rough, fix)
         untrained = () if self.optimizer is None else self.optimizer.untrained
         frozen, kept, still = (set(slicing.leaves(which)) for which in (self.frozen, untrained, self._still))
         late = set(range(shared if options.delay and self.optimizer is not None else 0)).difference(still)

@@ -587,13 +587,8 @@ def _buffers(leaf: Leaf) -> list[tuple[Device, int]]:
 
 
 def _parted(tree: Tree, nodes: Sequence[Leaf]) -> list[Leaf]:
-    pairs = zip(jax.tree.leaves(tree, is_leaf=is_slices), nodes, strict=True)
-    return [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [_one(leaf)])]
-
-
-def _one(leaf: Leaf) -> Leaf:
-    """A leaf that is held as one array here, but maybe as slices where it comes from."""
-    return assembled(leaf) if is_slices(leaf) else leaf
+    pairs = zip(jax.tree.leaves(tree, is_leaf=is_slices), nodes, strict=True)  # a leaf may be slices where it comes from alone
+    return [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [assembled(leaf)])]
 
 
 def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:

@@ -325,7 +325,8 @@ class Tracing:
                 reason = reason or str(error)
                 continue
             trial = _Trial(traces.known[pair[0]], examples, pair, whole=pair == ends)
-            if trial.whole or not traces.failed.keys().isdisjoint(ends) or _tells(trial):
+            changes = loss.is_loss and judge(trial.loss, examples.loss).what == "mixed"  # known to be what microbatches change
+            if trial.whole or not traces.failed.keys().isdisjoint(ends) or changes:
                 return trial
             break  # it may be another function at the sizes that are needed
         if size == 1 and not traces.known and all(aval_of(atom).shape[:1] == (1,) for atom in loss.aux):
@@ -386,11 +387,6 @@ class _Trial(NamedTuple):
     examples: Examples
     sizes: tuple[int, int]
     whole: bool  # whether the sizes were those of a microbatch and of the whole batch
-
-
-def _tells(trial: _Trial) -> bool:
-    """Whether the loss is known to be something that microbatches change."""
-    return trial.loss.is_loss and judge(trial.loss, trial.examples.loss).what == "mixed"
 
 
 class Merge(NamedTuple):

@@ -356,9 +356,8 @@ def submeshes(
     """
     if isinstance(data_parallel, Sequence):
         where, rule = f"data_parallel={data_parallel!r}", "microbatch i of a replica passes through all ranks on devices of its own"
-        raise ArgumentError(
-            where, rule, "numbers of replicas for ranks", "pass one number, and cuts that give each device equal work"
-        )
+        fix = "pass one number, and cuts that give each device equal work"
+        raise ArgumentError(where, rule, "numbers of replicas for ranks", fix)
     check_counts("data_parallel, the number of replicas", {"data_parallel": data_parallel}, ArgumentError)
     if mesh is None:
         ranks = check_ranks(devices)

@@ -465,10 +465,8 @@ def _find(name: str) -> Recipe:
         fix = f"use another name, or jaxpp.schedule.{_FORWARDS[name]} where nothing trains"
         raise ScheduleError(f"schedule {name!r}", rule, repr(name), fix)
     if isinstance(name, str) and name == AUTO:
-        rule, fix = (
-            "a schedule is made to measure where it is known what the stages take",
-            'pass jaxpp.Pipeline(schedule="auto"), or call jaxpp.schedule.synthesise(num_ranks, num_microbatches, forward=...)',
-        )
+        rule = "a schedule is made to measure where it is known what the stages take"
+        fix = 'pass jaxpp.Pipeline(schedule="auto"), or call jaxpp.schedule.synthesise(num_ranks, num_microbatches, forward=...)'
         raise ScheduleError(f"schedule {name!r}", rule, repr(name), fix)
     near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1) if isinstance(name, str) else []
     names = ", ".join(map(repr, SCHEDULES))

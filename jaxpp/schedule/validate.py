@@ -235,10 +235,8 @@ def check_runs(
             is_token = action.kind == Kind.F and action.microbatch != need.microbatch
             wrong.append(f"{action} needs {'the token of ' * is_token}{need}")
     cells = {(rank, k) for rank, row in enumerate(rows) for k, action in enumerate(row) if action in cycle}
-    rule, fix = (
-        "the rows must not wait for one another in a circle",
-        "order each row so that what an action needs can run before it",
-    )
+    rule = "the rows must not wait for one another in a circle"
+    fix = "order each row so that what an action needs can run before it"
     raise ScheduleError(f"schedule {name!r}", rule, wrong, fix, _mark_cells(rows, cells, {}))
 
 

@@ -99,11 +99,6 @@ class RankAxes:
 
         return PartitionSpec(*map(entry, spec))
 
-    @property
-    def whole_values(self) -> "RankAxes":
-        """The same names where no value is divided, as where parameters are made."""
-        return RankAxes(names=self.names, whole=self.whole)
-
     @cached_property
     def manual(self) -> frozenset[str]:
         """The axes over which programs are mapped, not divided by the compiler."""
@@ -515,11 +510,8 @@ class _Mover(Interpreter[Atom]):
         able = named.intersection(mapped.manual).difference(mine)
         blocks = {name: size for name, size in sizes.items() if name in able and size > 1}
         if blocks and scope.checked:
-            rule, fix = (
-                "a map inside a map is over axes of a rank",
-                "pass check_vma=False to the outer map, or map over all axes at once",
-            )
-            raise _error(eqn, rule, f"the axis {next(iter(blocks))!r}", fix)
+            fix = "pass check_vma=False to the outer map, or map over all axes at once"
+            raise _error(eqn, "a map inside a map is over axes of a rank", f"the axis {next(iter(blocks))!r}", fix)
         checked = scope.checked | mapped.manual if mapped.checked else frozenset()
         gone = {**scope.gone, **{name: sizes[name] for name in mapped.manual.difference(mine) if name not in blocks}}
         inside = replace(scope, gone=gone, checked=checked, blocks={**scope.blocks, **blocks})

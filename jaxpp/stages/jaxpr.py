@@ -297,11 +297,8 @@ def without_refs(closed: ClosedJaxpr, env: Sequence[tuple[str, int]] = ()) -> Cl
     try:
         found = _discharged(stateful, env)
     except Exception as error:
-        rule, fix = (
-            "a jax.Ref is made into values, as JAX does before it compiles",
-            "write that part without one, with .at[...].set",
-        )
-        raise LossError("jax.new_ref", rule, f"JAX says: {type(error).__name__}: {error}".rstrip("."), fix) from error
+        rule, got = "a jax.Ref is made into values, as JAX does before it compiles", f"JAX says: {type(error).__name__}: {error}"
+        raise LossError("jax.new_ref", rule, got.rstrip("."), "write that part without one, with .at[...].set") from error
     return ClosedJaxpr(_changed_inside(found.jaxpr, shown), found.consts)
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 
@@ -24,6 +23,7 @@ from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.tracebacks import entries
 from jaxpp.stages.axes import AxisEnv
 from jaxpp.stages.cost import count_bytes, product_flops
+from jaxpp.stages.floating import has_gradient
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import (
     LAYOUT,
@@ -408,18 +408,14 @@ _LEFT = frozenset({"checkpoint", "scan", "while", "cond", "name", "shard_map"})
 
 
 def _is_plain(eqn: JaxprEqn) -> bool:
-    floating = any(jnp.issubdtype(aval_of(var).dtype, jnp.inexact) for var in eqn.outvars)
-    return floating and not eqn.effects and _LEFT.isdisjoint(map(kind_of, _inside(eqn))) and not _chooses(eqn)
+    floating, inside = any(has_gradient(aval_of(var)) for var in eqn.outvars), list(all_equations([eqn]))[1:]
+    return floating and not eqn.effects and _LEFT.isdisjoint(map(kind_of, inside)) and not _chooses(eqn)
 
 
 def _chooses(eqn: JaxprEqn) -> bool:
     """Whether all products of a loop are in functions with a derivative of their own, and there are some."""
     inside = [inner for body in inner_jaxprs(eqn) for inner in body.eqns if multiplies(inner)]
     return bool(inside) and all(kind_of(inner) == "custom_vjp" for inner in inside)
-
-
-def _inside(eqn: JaxprEqn) -> list[JaxprEqn]:
-    return list(all_equations([eqn]))[1:]
 
 
 def _checkpointed(body: ClosedJaxpr, policy: Policy, env: AxisEnv) -> ClosedJaxpr:

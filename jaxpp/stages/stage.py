@@ -23,7 +23,7 @@ from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.cost import count_bytes, count_flops, product_flops
 from jaxpp.stages.estimate import CPU_RATES, Rates, seconds_of
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
-from jaxpp.stages.floating import is_quantised
+from jaxpp.stages.floating import has_gradient, is_quantised
 from jaxpp.stages.graph import Graph, Piece, descendants, live, needed_in, partition, trace
 from jaxpp.stages.jaxpr import CHEAP, LAYOUT, Atom, aval_of, calls_host, kind_of, module_path, shapes_of, variables
 from jaxpp.stages.loss.aux import Reducer
@@ -33,7 +33,7 @@ from jaxpp.stages.program import SMALL, Backward, Fused, Pack, Program, Ref, Rol
 from jaxpp.stages.remat import Halves, RematPolicy
 from jaxpp.stages.repeatable import decodes
 from jaxpp.stages.scatters import Summands, summands_of, with_one_hots
-from jaxpp.types import Aval, Tree
+from jaxpp.types import Tree
 
 FORWARD, BACKWARD = "forward", "backward"  # The colours of the equations of F and B
 _T = TypeVar("_T")
@@ -418,7 +418,8 @@ class StagePrograms:
         held = {Ref(Role.AUX, leaf): Ref(Role.ROWS, leaf) for leaf in self._builder.options.reducers}
         outputs = [held.get(ref, ref) for ref in self.traced.results]
         atoms = [(k, self._forward_atoms[k]) for k, ref in enumerate(outputs) if ref.role in (Role.LOSS, Role.AUX)]
-        return outputs, {k: Summands(_average_like(aval_of(atom)), (atom,)) for k, atom in atoms}
+        dtypes = {k: aval_of(atom).dtype if has_gradient(aval_of(atom)) else scale_dtype() for k, atom in atoms}  # of an average
+        return outputs, {k: Summands(jax.ShapeDtypeStruct(aval_of(atom).shape, dtypes[k]), (atom,)) for k, atom in atoms}
 
     def backward(self, kind: str, packs: Sequence[Pack]) -> Backward | None:
         """The program of B, I or W; None if it has nothing to do."""
@@ -520,11 +521,8 @@ class StagePrograms:
         shapes += tuple(jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled)
         if not added:
             return Program(run, names, tuple(outputs), shapes, env=self.traced.graph.env)
-        skips, split, packs = (
-            self._builder.options.skips,
-            len(names),
-            [pack for pack in packs if not set(pack.members).isdisjoint(outputs)],
-        )
+        skips, split = self._builder.options.skips, len(names)
+        packs = [pack for pack in packs if not set(pack.members).isdisjoint(outputs)]
         members = {ref for pack in packs for ref in pack.members}
         sums = {outputs[k]: summands.sum for k, summands in added.items() if outputs[k] not in members}
         sums |= {pack.ref: pack.aval for pack in packs}
@@ -556,8 +554,3 @@ def _reads(results: Sequence[Atom], added: _Added) -> list[Atom]:
 
 def _divided(values: Sequence[_T], flags: Sequence[int]) -> tuple[list[_T], list[_T]]:
     return list(itertools.compress(values, flags)), [value for value, flag in zip(values, flags, strict=True) if not flag]
-
-
-def _average_like(aval: Aval) -> jax.ShapeDtypeStruct:
-    inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype if inexact else scale_dtype())

@@ -76,7 +76,8 @@ class Microbatches:
             got = f"an array of {len(batches)}" if isinstance(batches, (Array, np.ndarray)) else type(batches).__name__
             raise BatchError(where, rule, got, "pass jaxpp.Microbatches([first, second, ...])")
         whole = isinstance(batches, (list, tuple))  # an iterator may fill the arrays of an item again for the next
-        self.batches = tuple(batch if whole else jax.tree.map(_unshared, batch) for batch in batches)
+        copied = None if whole else lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+        self.batches = tuple(batch if copied is None else jax.tree.map(copied, batch) for batch in batches)
         if not self.batches:
             raise BatchError(where, rule, "none", "leave out a step without microbatches")
         first = jax.tree.structure(self.batches[0])
@@ -132,10 +133,6 @@ class Microbatches:
         *batches, self.weights = children
         self.batches = tuple(batches)
         return self
-
-
-def _unshared(leaf: Leaf) -> Leaf:
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def first_of(batch: Batch) -> Batch:
