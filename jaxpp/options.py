@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxpp.errors import ArgumentError, ScheduleError, shown
+from jaxpp.errors import ArgumentError, ScheduleError, is_count, shown
 from jaxpp.errors.checks import as_tuple, check_flags, check_function
 from jaxpp.errors.keywords import spelt
 from jaxpp.lowering.passes.visits import WAITING
@@ -37,7 +37,7 @@ from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded, offloads
 from jaxpp.schedule.registry import AUTO, make, make_for_stages
 from jaxpp.schedule.simulate import simulate
-from jaxpp.schedule.validate import check_counts, is_count
+from jaxpp.schedule.validate import check_counts
 from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, RankAxes, axis_names
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.rng_key import positional_key
@@ -358,7 +358,8 @@ class Asked(NamedTuple):
             devices_warning=(_idle_devices(made, there()) if auto else None) or warning,
             loss_fn=positional_key(function, 2 + loss.has_state, "loss_fn" if loss.is_loss else "fn"),
         )
-        _check_together(found)
+        if any(each is not None for each in found.offload):
+            _check_memories(found.devices, 'remat="offload"', 'remat="least" or remat="recompute"')
         return found.with_host(found.host)
 
 
@@ -394,12 +395,6 @@ def _check_kinds(asked: Asked, function: object) -> None:
         rule = "it says how the aux values of the microbatches become those of the step, so the loss must return some"
         fix = "pass has_aux=True and return (loss, aux), or leave reduce_aux out"
         raise ArgumentError(f"reduce_aux={shown(loss.reduce_aux)}", rule, "a loss without aux (has_aux=False)", fix)
-
-
-def _check_together(options: Options) -> None:
-    """Refuse options that cannot be had beside one another, or on these devices."""
-    if any(each is not None for each in options.offload):
-        _check_memories(options.devices, 'remat="offload"', 'remat="least" or remat="recompute"')
 
 
 def _check_memories(devices: Sequence[Device], where: str, instead: str) -> None:

@@ -14,7 +14,6 @@ import optax
 
 from jaxpp.engine.compared import step_texts
 from jaxpp.engine.layout import Layout, Placed, Preparer, lay_out, place_leaves
-from jaxpp.engine.lru import LRU
 from jaxpp.engine.made_to_measure import made_for
 from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves
 from jaxpp.engine.tail import Tail
@@ -37,6 +36,7 @@ from jaxpp.runtime.debug_nans import NanCheck, flags
 from jaxpp.runtime.edges import HOST_MEMORY, at_replica, put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.runtime.execute import Observer, execute, hand_over, limit_of
 from jaxpp.runtime.interrupts import despite_ctrl_c
+from jaxpp.runtime.lru import LRU
 from jaxpp.runtime.not_public import cudnn_of
 from jaxpp.runtime.place import Place, Placement
 from jaxpp.runtime.processes.channel import Agreement, agreement, transfers

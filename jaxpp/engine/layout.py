@@ -18,7 +18,6 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxpp.engine.lru import LRU
 from jaxpp.engine.sharding_rules import check_even, fits, num_parts, over_both, over_model, specs_of
 from jaxpp.engine.tracing import Tracing, avals_of, check_key, same_shapes, shapes_key
 from jaxpp.errors import ArgumentError, BatchError, warn
@@ -29,6 +28,7 @@ from jaxpp.optim.owners import TracedOptimizer, untrained_leaves
 from jaxpp.optim.update import Update, plan_update
 from jaxpp.options import Options
 from jaxpp.runtime.compile import Programs, trace_context
+from jaxpp.runtime.lru import LRU
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
 from jaxpp.runtime.place import Placement, undivided_warnings
 from jaxpp.runtime.replica_groups import ReplicaGroups

@@ -18,7 +18,7 @@ from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
 from jaxpp.engine.tail import Rest, Tail
 from jaxpp.engine.tracing import avals_of
-from jaxpp.errors import CutError, ParamsError, StateError, shown
+from jaxpp.errors import CutError, ParamsError, StateError, is_count, shown
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.lowering.step import COPIES, Leaves
 from jaxpp.runtime.edges import HOST_MEMORY, join_slices, joined_home, put, split_slices, to_homes
@@ -565,7 +565,7 @@ def steps_of(state: State) -> int:
         found = np.asarray(step).item()
     except (TypeError, ValueError):
         found = None
-    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+    if not is_count(found):
         fix = "give the number of steps that were taken, state._replace(step=0) for example"
         raise StateError("state.step", "the number of a step is a whole number, 0 or more", shown(step), fix)
     return found

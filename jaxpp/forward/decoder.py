@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors import ArgumentError, is_count, shown
 from jaxpp.errors.tracebacks import entry
-from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.microbatch import raw_key
 from jaxpp.types import ForwardFn, Params, Tree
 

@@ -16,13 +16,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors import ArgumentError, is_count, shown
 from jaxpp.errors.checks import check_ranks
 from jaxpp.lowering.step import Leaves, StateLeaf
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.send import HOST_MEMORY
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.validate import check_counts, is_count
+from jaxpp.schedule.validate import check_counts
 from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, PIPE, RankAxes, axis_names
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import HELD_LIKE, Program, Ref, Role

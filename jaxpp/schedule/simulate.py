@@ -15,7 +15,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
-from jaxpp.errors import ScheduleError
+from jaxpp.errors import ScheduleError, is_count
 from jaxpp.errors.tracebacks import entry
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
@@ -35,7 +35,6 @@ from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.draw.timeline import Copied
 from jaxpp.schedule.residual_counts import lifetimes, peaks
-from jaxpp.schedule.validate import is_count
 from jaxpp.tables import html_table, table_lines
 
 _MOST = 1e100  # of a cost

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 
-from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors import ArgumentError, is_count, shown
 from jaxpp.errors.tracebacks import entries
 from jaxpp.stages.axes import AxisEnv
 from jaxpp.stages.cost import count_bytes, product_flops
@@ -471,7 +471,7 @@ class Offload:
             rule, fix = "recompute says whether a stage keeps its inputs only", "pass recompute=True, or leave it out"
             raise ArgumentError(f"Offload(recompute={self.recompute!r})", rule, repr(self.recompute), fix)
         value = self.except_last
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < 0:
+        if not is_count(value):
             rule = "except_last says of how many microbatches the residuals stay on the device, a whole number of at least 0"
             raise ArgumentError(f"Offload(except_last={value!r})", rule, repr(value), "pass except_last=1, or leave it out")
 

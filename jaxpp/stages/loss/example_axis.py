@@ -1132,13 +1132,6 @@ def _sums(body: Jaxpr, first: int) -> set[int]:
     return sums
 
 
-OPAQUE = frozenset(
-    "after_all create_token call_exported core_map custom_lin custom_partitioning debug_callback debug_print eval_jaxpr ffi_call "
-    "get io_callback linear_call pallas_call polynomial pure_callback ragged_all_to_all reduce run_state select_and_scatter "
-    "swap".split()
-)
-"""Primitives of which nobody knows what they do with the examples that they read: a function of the host, a kernel, a state."""
-
 KNOWN = _Follower.enters.union(_RULES, _UNIFORM)
 """The primitives whose equations are followed."""
 
