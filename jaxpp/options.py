@@ -38,7 +38,7 @@ from jaxpp.schedule.offload import Offloaded, offloads
 from jaxpp.schedule.registry import AUTO, make, make_for_stages
 from jaxpp.schedule.simulate import simulate
 from jaxpp.schedule.validate import check_counts
-from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, RankAxes, axis_names
+from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, RankAxes, axes_of_spec
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.program import Role
@@ -468,7 +468,7 @@ def _names_model(shardings: Tree, names: Sequence[str]) -> bool:
     """Whether rules say of any parameter that it is sharded over ``model``; what a function says is not known yet."""
     leaves = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     specs = [getattr(leaf, "spec", leaf) for leaf in leaves]
-    named = {name for spec in specs if isinstance(spec, PartitionSpec) for entry in spec for name in axis_names(entry)}
+    named = {name for spec in specs if isinstance(spec, PartitionSpec) for name in axes_of_spec(spec)}
     words = {spec for spec in specs if isinstance(spec, str)}
     return not (named | words).isdisjoint((*names, "column", "row", "heads", "embedding"))
 

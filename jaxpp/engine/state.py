@@ -564,7 +564,7 @@ def steps_of(state: State) -> int:
     try:
         found = np.asarray(step).item()
     except (TypeError, ValueError):
-        found = None
+        found = -1
     if not is_count(found):
         fix = "give the number of steps that were taken, state._replace(step=0) for example"
         raise StateError("state.step", "the number of a step is a whole number, 0 or more", shown(step), fix)

@@ -23,7 +23,7 @@ from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.send import HOST_MEMORY
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.validate import check_counts
-from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, PIPE, RankAxes, axis_names
+from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, PIPE, RankAxes, axes_of_spec, axis_names
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import HELD_LIKE, Program, Ref, Role
 from jaxpp.targets import compiles_only, device_name, stand_ins
@@ -207,7 +207,7 @@ class Submesh(Place):
 
     def num_parts(self, ref: Ref) -> int:
         """As many as there are devices along the axes that its sharding names."""
-        return math.prod(self.axis_sizes[axis] for entry in self.sharding(ref).spec for axis in axis_names(entry))
+        return math.prod(self.axis_sizes[axis] for axis in axes_of_spec(self.sharding(ref).spec))
 
     def replica(self, number: int) -> "Submesh":
         """A sub-mesh of one row."""

@@ -506,7 +506,7 @@ class _Mover(Interpreter[Atom]):
         sizes = mapped.mesh.shape
         mine = [name for name in mapped.manual if self._divides(name) and self._rank_axis(name) not in scope.mesh.manual_axes]
         mine = [name for name in mine if sizes[name] == self._sizes[self._rank_axis(name)]]
-        named = {name for spec in mapped.specs for entry in spec for name in axis_names(entry)}.union(axes_named(mapped.body.eqns))
+        named = axes_named(mapped.body.eqns).union(*map(axes_of_spec, mapped.specs))
         able = named.intersection(mapped.manual).difference(mine)
         blocks = {name: size for name, size in sizes.items() if name in able and size > 1}
         if blocks and scope.checked:
@@ -618,6 +618,11 @@ _UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda: 0))().eqns[0].params["out_sharding
 def axis_names(entry: Tree) -> tuple[str, ...]:
     """The axes in an entry of a ``PartitionSpec``."""
     return entry if isinstance(entry, tuple) else () if entry is None or entry is PartitionSpec.UNCONSTRAINED else (entry,)
+
+
+def axes_of_spec(spec: PartitionSpec) -> list[str]:
+    """The axes in a ``PartitionSpec``, as often as they are there."""
+    return [axis for entry in spec for axis in axis_names(entry)]
 
 
 def _of_a_map(name: str) -> str:

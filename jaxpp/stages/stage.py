@@ -33,7 +33,7 @@ from jaxpp.stages.program import SMALL, Backward, Fused, Pack, Program, Ref, Rol
 from jaxpp.stages.remat import Halves, RematPolicy
 from jaxpp.stages.repeatable import decodes
 from jaxpp.stages.scatters import Summands, summands_of, with_one_hots
-from jaxpp.types import Tree
+from jaxpp.types import Aval, Tree
 
 FORWARD, BACKWARD = "forward", "backward"  # The colours of the equations of F and B
 _T = TypeVar("_T")
@@ -75,6 +75,12 @@ class StageCode:
     def costs(self) -> Mapping[str, float]:
         """Seconds that one F, B, I or W takes on the devices that it was cut for, estimated."""
         return self.costs_at(self.rates)
+
+    @cached_property
+    def reads(self) -> Mapping[Ref, Aval]:
+        """The shape of each value that its programs take, those of a microbatch too."""
+        programs = [self.statics, self.forward, *(backward.then for backward in self.backward.values())]
+        return {ref: aval for each in programs for ref, aval in zip(each.inputs, each.avals, strict=True)}
 
 
 @dataclass(frozen=True)
