@@ -404,9 +404,8 @@ class Engine:
         names = self.placed.names_on_devices
         loss = total_name(step.loss_stage, Role.LOSS) if self.options.is_loss else None
         found: Outcome[Name] = Outcome(loss, aux_names(step))
-        states = [
-            state_name(name.stage, leaf, len(step.sizes), shared=name.ref.shared) for leaf, name in enumerate(names.model_state)
-        ]
+        last, held = len(step.sizes), names.model_state
+        states = [state_name(name.stage, leaf, last, shared=name.ref.shared) for leaf, name in enumerate(held)]
         if purpose == "update":
             builder.lines = with_previous(builder.lines, self.placed.stale)
             return self._add_update(builder, step, found, states)
@@ -436,9 +435,8 @@ class Engine:
         if calls:
             add_wait(builder, "the optimizer", flat(made))
         finite = made.finite[0] if made.finite else None
-        return found._replace(
-            state=update.new_state(names, made, states), finite=finite, grad_norm=made.norm[0], squares=list(made.squares)
-        )
+        state = update.new_state(names, made, states)
+        return found._replace(state=state, finite=finite, grad_norm=made.norm[0], squares=list(made.squares))
 
     def run(
         self,

@@ -476,9 +476,8 @@ class _Layouts:
             if loss.primitives == like.spine:
                 return like.cuts
             shared = like.num_shared  # where a task's leaves are others, they go where they are used
-            owner = (
-                like.owner if len(loss.params) == len(like.owner) else (*like.owner[:shared], *[None] * (len(loss.params) - shared))
-            )
+            others = len(loss.params) - shared
+            owner = like.owner if len(loss.params) == len(like.owner) else (*like.owner[:shared], *[None] * others)
             return align(loss, count, owner, like.state_owner, train=self.options.is_loss)
         if names is not None:
             return resolve(loss, names)

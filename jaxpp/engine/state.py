@@ -90,9 +90,9 @@ class _Previous(_Part):
         if state is None or _is_nothing(previous) or not any(leaf is None for leaf in _leaves(previous)[0]):
             return previous
         (olds, tree), (news, same) = _leaves(previous), _leaves(state.params)
-        return (
-            tree.unflatten(new if old is None else old for old, new in zip(olds, news, strict=True)) if tree == same else previous
-        )
+        if tree != same:
+            return previous
+        return tree.unflatten(new if old is None else old for old, new in zip(olds, news, strict=True))
 
 
 _LATE = ("previous_scale", *COPIES)  # the parts that a state may lack: what was before the last step
@@ -459,10 +459,8 @@ class States:
     def check_alike(self, other: "States") -> None:
         """Refuse another pipeline's states if leaves of them live elsewhere."""
         if self._homes != other._homes:
-            paths = [
-                jax.tree_util.keystr(path)
-                for path, _ in jax.tree_util.tree_leaves_with_path(_of_parts(self._fill(self._shapes), step=None))
-            ]
+            leaves = jax.tree_util.tree_leaves_with_path(_of_parts(self._fill(self._shapes), step=None))
+            paths = [jax.tree_util.keystr(path) for path, _ in leaves]
             pairs = zip(paths, self._homes, other._homes, strict=True)
             got = [f"state{path}: {there} instead of {here}" for path, here, there in pairs if here != there][:8]
             rule = "the steps of pipelines of one state find it on the same devices"

@@ -247,9 +247,8 @@ class Tracing:
         count = (options.schedule.num_microbatches if given is None else len(given)) * options.placement.num_replicas
         summed, automatic = options.reduction == "sum", options.weight == "auto"
         size = num_examples(jax.tree.leaves(microbatch), loss.shared)
-        alone = (
-            count == 1 or not options.examined
-        ) and not automatic  # a weight is asked again of later steps of more microbatches
+        many = count > 1 and options.examined
+        alone = not many and not automatic  # a weight is asked again of later steps of more microbatches
         weight, remarks = options.weight if callable(options.weight) else None, list[str]()
         trial = None if alone else self._trial(loss, loss_fn, variables, microbatch, key, max(count, 2))
         verdict = judge(trial.loss, trial.examples.loss) if isinstance(trial, _Trial) and loss.is_loss else None

@@ -328,9 +328,8 @@ class ProgramTable(_Summed, Sequence[ProgramRow]):
         lines = [
             "numbers are those of one run; bytes: that its kernels read and write; donated: arguments that give their buffer away"
         ]
-        lines += (
-            [] if all(row.exact for row in self) else ["?: in a loop whose number of trips is not in the program; one is counted"]
-        )
+        if not all(row.exact for row in self):
+            lines.append("?: in a loop whose number of trips is not in the program; one is counted")
         if self.target is None:
             lines.append(f"nothing is said of least times: jaxpp does not have the numbers of {', '.join(self._devices)}")
         else:

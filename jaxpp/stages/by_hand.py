@@ -76,9 +76,8 @@ def by_hand(
             where = f"pipe.stages[{stage}].forward"
             if cut.loss.graph.communicates or maps(cut.loss.graph.eqns):
                 rule, fix = "a stage is run by hand on one device, without the others of its rank", "call pipe.step or pipe.verify"
-                what = (
-                    "collectives between replicas" if cut.loss.graph.communicates else "a jax.shard_map over the devices of a rank"
-                )
+                communicates = cut.loss.graph.communicates
+                what = "collectives between replicas" if communicates else "a jax.shard_map over the devices of a rank"
                 raise StateError(where, rule, f"a loss with {what}", fix)
             if has_state:
                 rule = "a stage is run by hand on its parameters, its input and the batch"

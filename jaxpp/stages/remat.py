@@ -56,9 +56,7 @@ from jaxpp.types import Aval, Policy
 
 _Eqns = Collection[int]  # the numbers of equations
 _MOVED = 1e-3  # what I does in W's place is done once all the same: a price only so that W keeps what it can
-_BUFFER = (
-    1 + 1 / 32
-)  # of nearly equal bytes, what a product made is kept: it is in memory, and the others would be written beside it
+_BUFFER = 1 + 1 / 32  # of nearly equal bytes, what a product made is kept: it is in memory, the others would be written beside it
 _LATER = 1 + 1 / 256  # what I computes for W is there twice while I runs: what it only holds is a little cheaper
 
 
@@ -300,10 +298,8 @@ class Budget(Least):
         may, written = settled(graph, {*stage.forward, *stage.free}, products=True), self._written(stage)
         base = [self._price(eqn) if ok else math.inf for eqn, ok in zip(graph.eqns, may, strict=True)]
         later = [1 + _LATER_COSTS * i / len(graph.eqns) for i in range(len(graph.eqns))]  # or all layers would change at one price
-        written = [
-            sum(map(count_bytes, map(aval_of, eqn.outvars))) if is_written(eqn) else size
-            for eqn, size in zip(graph.eqns, written, strict=True)
-        ]
+        whole = [sum(map(count_bytes, map(aval_of, eqn.outvars))) for eqn in graph.eqns]
+        written = [full if is_written(eqn) else size for eqn, full, size in zip(graph.eqns, whole, written, strict=True)]
         traffic = self.written * _FLOPS_A_BYTE
         work = [more * (product_flops(eqn) + traffic * size) for more, eqn, size in zip(later, graph.eqns, written, strict=True)]
 

@@ -242,9 +242,8 @@ def check_batch(
     where = f"{called}, num_microbatches={num_microbatches}"
     if size % num_replicas:
         rule, fix = "each replica gets as many examples as the others", max(size - size % num_replicas, num_replicas)
-        raise BatchError(
-            f"{called}{per_replica}", rule, f"{counted} for {num_replicas} replicas", f"pass a batch of {fix} examples"
-        )
+        got = f"{counted} for {num_replicas} replicas"
+        raise BatchError(f"{called}{per_replica}", rule, got, f"pass a batch of {fix} examples")
     if num_replicas > 1 and size // num_replicas < num_microbatches:
         rule = "each microbatch of each replica needs at least one example"
         fix = f"pass a batch of {num_replicas * num_microbatches} examples or more"

@@ -715,9 +715,8 @@ def check_bits(leaves: Sequence[tuple[KeyPath, Leaf]]) -> None:
     """Refuse leaves of numbers smaller than a byte: JAX gives them another layout than programs compiled ahead of time want."""
     kinds = (jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)
     bits = [next((of(leaf.dtype).bits for kind, of in kinds if jnp.issubdtype(leaf.dtype, kind)), 8) for _, leaf in leaves]
-    small = [
-        f"params{jax.tree_util.keystr(path)}: {describe(leaf)}" for (path, leaf), size in zip(leaves, bits, strict=True) if size < 8
-    ]
+    narrow = [leaf for leaf, size in zip(leaves, bits, strict=True) if size < 8]
+    small = [f"params{jax.tree_util.keystr(path)}: {describe(leaf)}" for path, leaf in narrow]
     if small:
         rule = "the numbers of a parameter have at least a byte each, for JAX cannot pass smaller ones to a compiled program"
         fix = "keep two in each number of a uint8 array, and take them apart where they are used, with q & 0xF and q >> 4"
