@@ -389,10 +389,11 @@ class Engine:
         ends = step.calls_host or self.options.offloaded or step.visits or self._limit is not None or not self.alone
         flows = donate and self.options.delay and not ends
         draft = builder.finish(inputs, results)
+        found: Outcome[Name] = tree.unflatten(draft.outputs)
         bound = self.bind(
             draft,
             gives,
-            _told(tree.unflatten(draft.outputs)),
+            told=[name for name in (found.loss, found.grad_norm, found.finite, *found.aux) if name is not None],
             offloaded=self.options.offloaded if train else (),
             by_stage=step.visits,
             flowing=partial(self._in_flow, tree=tree) if flows else None,
@@ -604,11 +605,6 @@ def _let_go(old: Leaves[Array], new: Leaves[Array]) -> None:
     for leaf in old.flat() if new.flat() else ():
         if leaf.sharding.memory_kind == HOST_MEMORY and id(leaf) not in kept:
             leaf.delete()
-
-
-def _told(results: Outcome[Name]) -> frozenset[Name]:
-    """The results that every process is told."""
-    return frozenset(name for name in (results.loss, results.grad_norm, results.finite, *results.aux) if name is not None)
 
 
 def _read_by(purpose: Purpose, leaves: Leaves[_T]) -> Leaves[_T]:

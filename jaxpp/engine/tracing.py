@@ -13,7 +13,7 @@ from jaxpp.errors import ArgumentError, JaxppError, LossError, shown
 from jaxpp.options import Options
 from jaxpp.runtime.compile import trace_context
 from jaxpp.runtime.not_public import cudnn_of
-from jaxpp.runtime.place import axes_in
+from jaxpp.runtime.place import mesh_in
 from jaxpp.stages.axes import ONE_DEVICE, RankAxes
 from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.cuts.cut_loss import CutLoss, cut
@@ -217,7 +217,7 @@ class Tracing:
     def cut(self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], reducers: Mapping[int, Reducer], **known: Any) -> CutLoss:
         """A traced loss as the programs of its stages."""
         options, placement = self.options, self.options.placement
-        axes = [axes_in(place) for place in placement.places]
+        axes = [RankAxes(mesh_in(place)) for place in placement.places]  # programs name those of the widest
         made = ProgramOptions(
             remat=options.remat,
             train=options.is_loss,

@@ -418,21 +418,17 @@ def axes_of(place: Place, mesh: Mesh | None, axes: AxisMap) -> RankAxes:
     if mesh is not None:  # other names stand for all axes of the mesh that divide the same
         names = [(name, axis, size if name in sizes else place.axis_sizes.get(axis, 1)) for name, axis, size in names]
     in_force = place.mesh if mesh is None and isinstance(place, Submesh) and place.num_shards > 1 else mesh
-    return RankAxes(_axes_in(place), names=tuple(names), whole=in_force)
-
-
-def axes_in(place: Place) -> RankAxes:
-    """The axes of one rank, for what names those of the widest."""
-    return RankAxes(_axes_in(place))
+    return RankAxes(mesh_in(place), names=tuple(names), whole=in_force)
 
 
 def axes_alone(axes: RankAxes, place: Place) -> RankAxes:
     """The axes of a rank of which the devices of one replica are known: ``place``."""
     names = tuple((name, axis, 1 if axis == DATA else size) for name, axis, size in axes.names)
-    return RankAxes(_axes_in(place), names=names, whole=axes.whole)
+    return RankAxes(mesh_in(place), names=names, whole=axes.whole)
 
 
-def _axes_in(place: Place) -> AbstractMesh:
+def mesh_in(place: Place) -> AbstractMesh:
+    """The axes of one rank."""
     return place.mesh.abstract_mesh if isinstance(place, Submesh) else ONE_DEVICE.devices
 
 

@@ -448,8 +448,8 @@ def scan_of(eqn: JaxprEqn) -> Scan | None:
 
 
 def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[jax.Array]]] | None:
-    """The branches of a ``lax.cond`` or ``lax.switch`` as functions of all operands but the first; None for anything else."""
-    choice = inner_of(eqn, {"cond"})
+    """The branches of a ``lax.cond`` or ``lax.switch`` without effects, as functions of all operands but the first; else None."""
+    choice = None if eqn.effects else inner_of(eqn, {"cond"})
     return list(map(jaxpr_as_fun, choice.branches)) if isinstance(choice, Cond) else None
 
 
