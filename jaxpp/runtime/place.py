@@ -413,10 +413,9 @@ def axes_of(place: Place, mesh: Mesh | None, axes: AxisMap) -> RankAxes:
     Where lists of devices stand for ranks there is no such mesh, and that of the rank is in force.
     """
     sizes = {} if mesh is None else mesh.shape
-    names = [(name, axis, sizes.get(name, place.axis_sizes.get(axis, 1))) for axis, each in axes.items() for name in each]
-    names = [(name, axis, size) for name, axis, size in names if name in sizes or name != axis]
-    if mesh is not None:  # other names stand for all axes of the mesh that divide the same
-        names = [(name, axis, size if name in sizes else place.axis_sizes.get(axis, 1)) for name, axis, size in names]
+    pairs = [(name, axis) for axis, each in axes.items() for name in each if name in sizes or name != axis]
+    # A name that the mesh does not have stands for all its axes that divide the same.
+    names = [(name, axis, sizes.get(name, place.axis_sizes.get(axis, 1))) for name, axis in pairs]
     in_force = place.mesh if mesh is None and isinstance(place, Submesh) and place.num_shards > 1 else mesh
     return RankAxes(mesh_in(place), names=tuple(names), whole=in_force)
 
