@@ -114,17 +114,14 @@ def value_and_grad(  # noqa: PLR0913  (the options of the front door)
         if not engine.alone:
             return ((outcome.loss, outcome.aux) if has_aux else outcome.loss), joined(made, _across)
         homes = [leaf.sharding if isinstance(leaf, jax.Array) else jax.local_devices()[0] for leaf in leaves]
-        wanted = [(node, home) for node, home, leaf in zip(_nodes(made), homes, leaves, strict=True) if has_gradient(leaf)]
+        nodes = jax.tree.leaves(made, is_leaf=is_slices)
+        wanted = [(node, home) for node, home, leaf in zip(nodes, homes, leaves, strict=True) if has_gradient(leaf)]
         found = to_homes([concatenated_at(node, home) for node, home in wanted], [home for _, home in wanted])
         grads = tree.unflatten(filled(found, leaves, float0))
         loss, aux = jax.tree.map(lambda leaf: to_homes([leaf], homes[:1])[0], (outcome.loss, outcome.aux))
         return ((loss, aux) if has_aux else loss), grads
 
     return grad_fn
-
-
-def _nodes(grads: Tree) -> list[Leaf]:
-    return jax.tree.leaves(grads, is_leaf=is_slices)
 
 
 def _across(node: Slices) -> Leaf:

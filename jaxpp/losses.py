@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
-from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors import ArgumentError, is_count, shown
 from jaxpp.errors.checks import is_real
 from jaxpp.errors.tracebacks import entry
 from jaxpp.stages.cuts.head import ROWS, SCOPE
@@ -205,10 +205,10 @@ def _check_arrays(hidden: jax.Array, table: jax.Array, labels: jax.Array, bias: 
 def _check_options(num_slices: int | None, label_smoothing: float, z_loss: float, ignore_index: int | None) -> None:
     """Refuse options outside what they may be, all of them at once."""
     given = {"num_slices": num_slices, "label_smoothing": label_smoothing, "z_loss": z_loss, "ignore_index": ignore_index}
-    positive = num_slices is None or (_is_whole(num_slices) and num_slices >= 1)
+    positive = num_slices is None or is_count(num_slices, least=1)
     part = is_real(label_smoothing) and 0 <= label_smoothing < 1
     factor = is_real(z_loss) and 0 <= z_loss < math.inf
-    label = ignore_index is None or _is_whole(ignore_index)
+    label = ignore_index is None or (isinstance(ignore_index, numbers.Integral) and not isinstance(ignore_index, bool))
     fixes = {
         "num_slices": "" if positive else "pass num_slices=8 or another whole number of at least 1, or leave it out",
         "label_smoothing": "" if part else "pass a label_smoothing of at least 0 and below 1, such as 0.1",
@@ -219,7 +219,3 @@ def _check_options(num_slices: int | None, label_smoothing: float, z_loss: float
         got = [f"{name}={shown(given[name])}" for name, fix in fixes.items() if fix]
         rule = "the terms of the loss are numbers that are known when it is traced"
         raise ArgumentError(f"linear_cross_entropy({', '.join(got)})", rule, got, "; ".join(filter(None, fixes.values())))
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_))

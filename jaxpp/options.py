@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 
-from jaxpp.errors import ArgumentError, ScheduleError, shown
+from jaxpp.errors import ArgumentError, ScheduleError, is_count, shown
 from jaxpp.errors.checks import as_tuple, check_flags, check_function
 from jaxpp.errors.keywords import spelt
 from jaxpp.lowering.passes.visits import WAITING
@@ -37,8 +37,8 @@ from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import Offloaded, offloads
 from jaxpp.schedule.registry import AUTO, make, make_for_stages
 from jaxpp.schedule.simulate import simulate
-from jaxpp.schedule.validate import check_counts, is_count
-from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, RankAxes, axis_names
+from jaxpp.schedule.validate import check_counts
+from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, RankAxes, axes_of_spec
 from jaxpp.stages.loss.aux import check_reducers
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.program import Role
@@ -132,7 +132,7 @@ class Options:
             copies: whether another loss trains parameters that this one leaves alone.
         """
         schedule, known, delay = self.schedule, not self.made_to_measure, bool(self.delay)
-        single = self.placement.num_replicas == 1
+        single, several = self.placement.num_replicas == 1, len(processes_of(self.devices)) > 1
         axes, sizes = self.axes.names if self.by_list else (), self.axes.sizes
         unnamed = [name for name, axis, _ in axes if axis != DATA and sizes.get(axis, 1) == 1 and not divides]
         fuses = any(action.stage == schedule.num_stages - 1 for action in schedule.pairs)
@@ -154,7 +154,7 @@ class Options:
             (delay and self.offloaded, late, f'with remat="offload" {ends}', "both", both),
             (copies, late, f"where another loss trains what this one leaves alone, {ends}", f"trains={self.trains!r}", out),
             (delay and self.host == "params", late, f"where parameters visit their devices, {ends}", 'host="params" too', both),
-            (delay and self.by_processes, late, f"where processes meet at each step, {ends}", "several processes", out),
+            (delay and several, late, f"where processes meet at each step, {ends}", "several processes", out),
             (delay and calls_host, late, f"where the host is waited for, {ends}", called, out),
             (
                 delay and self.loss_scale and self.has_state,
@@ -177,16 +177,6 @@ class Options:
     def waiting(self) -> frozenset[Role]:
         """The roles of what is on devices only while it is used."""
         return frozenset() if self.host is None else WAITING[self.host]
-
-    @property
-    def by_processes(self) -> bool:
-        """Whether the devices are of several processes."""
-        return len(processes_of(self.devices)) > 1
-
-    @cached_property
-    def compile_only(self) -> bool:
-        """Whether the devices only compile, and hold no arrays."""
-        return compiles_only(self.devices[0])
 
     @cached_property
     def offloaded(self) -> tuple[Offloaded, ...]:
@@ -368,7 +358,8 @@ class Asked(NamedTuple):
             devices_warning=(_idle_devices(made, there()) if auto else None) or warning,
             loss_fn=positional_key(function, 2 + loss.has_state, "loss_fn" if loss.is_loss else "fn"),
         )
-        _check_together(found)
+        if any(each is not None for each in found.offload):
+            _check_memories(found.devices, 'remat="offload"', 'remat="least" or remat="recompute"')
         return found.with_host(found.host)
 
 
@@ -404,12 +395,6 @@ def _check_kinds(asked: Asked, function: object) -> None:
         rule = "it says how the aux values of the microbatches become those of the step, so the loss must return some"
         fix = "pass has_aux=True and return (loss, aux), or leave reduce_aux out"
         raise ArgumentError(f"reduce_aux={shown(loss.reduce_aux)}", rule, "a loss without aux (has_aux=False)", fix)
-
-
-def _check_together(options: Options) -> None:
-    """Refuse options that cannot be had beside one another, or on these devices."""
-    if any(each is not None for each in options.offload):
-        _check_memories(options.devices, 'remat="offload"', 'remat="least" or remat="recompute"')
 
 
 def _check_memories(devices: Sequence[Device], where: str, instead: str) -> None:
@@ -483,7 +468,7 @@ def _names_model(shardings: Tree, names: Sequence[str]) -> bool:
     """Whether rules say of any parameter that it is sharded over ``model``; what a function says is not known yet."""
     leaves = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     specs = [getattr(leaf, "spec", leaf) for leaf in leaves]
-    named = {name for spec in specs if isinstance(spec, PartitionSpec) for entry in spec for name in axis_names(entry)}
+    named = {name for spec in specs if isinstance(spec, PartitionSpec) for name in axes_of_spec(spec)}
     words = {spec for spec in specs if isinstance(spec, str)}
     return not (named | words).isdisjoint((*names, "column", "row", "heads", "embedding"))
 

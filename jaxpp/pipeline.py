@@ -654,9 +654,8 @@ class Pipeline(Forward):
         """
         self._opened("flush")
         if not isinstance(state, State):
-            raise StateError(
-                "pipe.flush(state)", "a state is a jaxpp.State", type(state).__name__, "pass the state that step returned"
-            )
+            rule, fix = "a state is a jaxpp.State", "pass the state that step returned"
+            raise StateError("pipe.flush(state)", rule, type(state).__name__, fix)
         settle(state)
         return state
 

@@ -20,11 +20,10 @@ from jax.sharding import PartitionSpec
 
 from jaxpp.engine.init_arguments import InitArguments, check_order, refuse_containers, variables_of, with_inputs
 from jaxpp.engine.tracing import Tracing, check_key
-from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors import ArgumentError, is_count, shown
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.errors.tracebacks import entry
 from jaxpp.options import Options
-from jaxpp.schedule.validate import is_count
 from jaxpp.stages.axes import MODEL, axis_names
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.estimate import Rates, seconds_of

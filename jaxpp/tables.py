@@ -118,18 +118,13 @@ def html_table(rows: Sequence[Sequence[str]], *, left: bool = False) -> str:
     style = f'style="text-align:{align};white-space:nowrap;padding:.15em .7em"'  # on each cell: notebooks have styles for cells
     tags = ["th"] + ["td"] * (len(rows) - 1)
     lines = ["".join(f"<{tag} {style}>{html.escape(cell)}</{tag}>" for cell in row) for tag, row in zip(tags, rows, strict=True)]
-    return scrolling(f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>")
+    return f'<div style="overflow-x:auto"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
 
 
 def html_remarks(lines: Iterable[str]) -> str:
     """Remarks in plain text, a line each."""
     found = "<br>".join(map(html.escape, lines))
     return f"<p>{found}</p>" if found else ""
-
-
-def scrolling(content: str) -> str:
-    """HTML in a box that scrolls sideways if the content is wider than the page."""
-    return f'<div style="overflow-x:auto">{content}</div>'
 
 
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -14,7 +14,6 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import numbers
 import os
 import pathlib
 import re
@@ -25,7 +24,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors import ArgumentError, is_count, shown
 from jaxpp.tables import table_lines
 from jaxpp.types import Device
 
@@ -571,7 +570,7 @@ def target(gpu: str | GPU, num_devices: int = 1, *, hosts: int = 1) -> tuple[Dev
     found = _known_as(gpu) if isinstance(gpu, GPU) else gpu_named(gpu)
     where = f"target({found.name if isinstance(gpu, GPU) else gpu!r}"
     counts = {"num_devices": num_devices, "hosts": hosts}
-    if wrong := [f"{key}={shown(value)}" for key, value in counts.items() if not _is_count(value)]:
+    if wrong := [f"{key}={shown(value)}" for key, value in counts.items() if not is_count(value, least=1)]:
         fix = "; ".join(f"pass {each.partition('=')[0]}=1 or more" for each in wrong)
         raise ArgumentError(f"{where})", "counts are whole numbers of at least 1", wrong, fix)
     if left := num_devices % hosts:
@@ -594,10 +593,6 @@ def _known_as(gpu: GPU) -> GPU:
         number += 1
         own = replace(gpu, kind=f"{gpu.kind} ({number})")
     return own if own in TARGETS else _DESCRIBED.setdefault(own.kind, own)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _letters(name: str) -> str:

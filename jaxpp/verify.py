@@ -430,9 +430,8 @@ class _Plain:
         pairs = zip(*map(jax.tree.leaves, (self.spread, self._whole(grads))), strict=True)
         wide = [(_wide(a), _wide(b)) for a, b in pairs]
         wide = [pair for pair in wide if pair[1].ndim > 1] or wide
-        apart, size = (
-            sum(float(np.sum(np.abs(x) ** 2)) for x in each) for each in ([a - b for a, b in wide], [b for _, b in wide])
-        )
+        apart = sum(float(np.sum(np.abs(a - b) ** 2)) for a, b in wide)
+        size = sum(float(np.sum(np.abs(b) ** 2)) for _, b in wide)
         return float(np.sqrt(apart / size)) if size else float(apart > 0)
 
     def accumulated(self, loss_fn: LossFn, params: Params) -> tuple[Tree, ...]:

@@ -31,10 +31,10 @@ from experiments.gpu.pipelines import Ready, ready
 from experiments.gpu.rows import Job, Row
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import LoweredStep
-from jaxpp.engine.tracing import raw_key
 from jaxpp.lowering.plan import Plan
 from jaxpp.runtime.execute import Observer, execute
 from jaxpp.runtime.hlo import read_kernels
+from jaxpp.stages.loss.microbatch import raw_key
 
 __all__ = ["VARIANTS", "Variant", "is_known", "rows"]
 

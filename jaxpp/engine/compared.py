@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxpp.engine.layout import Placed
 from jaxpp.engine.outcome import LoweredStep
-from jaxpp.engine.tracing import raw_key
 from jaxpp.lowering.builder import Name
 from jaxpp.options import Options
 from jaxpp.runtime.processes.here import is_addressable
@@ -19,7 +18,7 @@ from jaxpp.runtime.processes.texts import flags_text, listing, plain, versions_t
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loss.microbatch import batch_avals
+from jaxpp.stages.loss.microbatch import batch_avals, raw_key
 from jaxpp.stages.loss.traced_loss import path_name
 from jaxpp.types import Batch, Key, Tree
 

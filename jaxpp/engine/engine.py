@@ -14,11 +14,10 @@ import optax
 
 from jaxpp.engine.compared import step_texts
 from jaxpp.engine.layout import Layout, Placed, Preparer, Traces, lay_out, place_leaves
-from jaxpp.engine.lru import LRU
 from jaxpp.engine.made_to_measure import made_for
 from jaxpp.engine.outcome import LoweredStep, Outcome, Purpose, aux_names, batch_leaves, call_of, check_leaves
 from jaxpp.engine.tail import Tail
-from jaxpp.engine.tracing import check_key, raw_key, same_shapes, shapes_key
+from jaxpp.engine.tracing import check_key, same_shapes, shapes_key
 from jaxpp.errors import StateError
 from jaxpp.lowering.builder import CALLER, Builder, Flow, LineList, Name, here
 from jaxpp.lowering.lower import INIT_KEY, add_gradients, add_wait, add_zero_gradients, forward_actions, lower, lower_init
@@ -37,6 +36,7 @@ from jaxpp.runtime.debug_nans import NanCheck, flags
 from jaxpp.runtime.edges import HOST_MEMORY, at_replica, put, put_at, split_over_replicas, to_homes, unaliased
 from jaxpp.runtime.execute import Observer, execute, hand_over, limit_of
 from jaxpp.runtime.interrupts import despite_ctrl_c
+from jaxpp.runtime.lru import LRU
 from jaxpp.runtime.not_public import cudnn_of
 from jaxpp.runtime.place import Place, Placement
 from jaxpp.runtime.processes.channel import Agreement, agreement, transfers
@@ -49,7 +49,7 @@ from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.floating import has_gradient
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import calls_host, describe
-from jaxpp.stages.loss.microbatch import Microbatches, batch_avals
+from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, raw_key
 from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.remat import RematPolicy
 from jaxpp.stages.stacked import Slicing, is_slices
@@ -183,11 +183,6 @@ class Engine:
     def slicing(self) -> Slicing:
         """Which parameter leaves are held as slices."""
         return self.layout.slicing
-
-    @property
-    def holds_slices(self) -> bool:
-        """Whether any leaf of the parameters or of the model state is held as slices."""
-        return self.layout.slicing.any or self.layout.state_slicing.any
 
     def leaves(self, state: Tree) -> Leaves[Array]:
         """The leaves of a state whose arrays live where this engine's do, by what they are."""
@@ -394,10 +389,11 @@ class Engine:
         ends = step.calls_host or self.options.offloaded or step.visits or self._limit is not None or not self.alone
         flows = donate and self.options.delay and not ends
         draft = builder.finish(inputs, results)
+        found: Outcome[Name] = tree.unflatten(draft.outputs)
         bound = self.bind(
             draft,
             gives,
-            _told(tree.unflatten(draft.outputs)),
+            told=[name for name in (found.loss, found.grad_norm, found.finite, *found.aux) if name is not None],
             offloaded=self.options.offloaded if train else (),
             by_stage=step.visits,
             flowing=partial(self._in_flow, tree=tree) if flows else None,
@@ -409,9 +405,8 @@ class Engine:
         names = self.placed.names_on_devices
         loss = total_name(step.loss_stage, Role.LOSS) if self.options.is_loss else None
         found: Outcome[Name] = Outcome(loss, aux_names(step))
-        states = [
-            state_name(name.stage, leaf, len(step.sizes), shared=name.ref.shared) for leaf, name in enumerate(names.model_state)
-        ]
+        last, held = len(step.sizes), names.model_state
+        states = [state_name(name.stage, leaf, last, shared=name.ref.shared) for leaf, name in enumerate(held)]
         if purpose == "update":
             builder.lines = with_previous(builder.lines, self.placed.stale)
             return self._add_update(builder, step, found, states)
@@ -441,9 +436,8 @@ class Engine:
         if calls:
             add_wait(builder, "the optimizer", flat(made))
         finite = made.finite[0] if made.finite else None
-        return found._replace(
-            state=update.new_state(names, made, states), finite=finite, grad_norm=made.norm[0], squares=list(made.squares)
-        )
+        state = update.new_state(names, made, states)
+        return found._replace(state=state, finite=finite, grad_norm=made.norm[0], squares=list(made.squares))
 
     def run(
         self,
@@ -613,11 +607,6 @@ def _let_go(old: Leaves[Array], new: Leaves[Array]) -> None:
     for leaf in old.flat() if new.flat() else ():
         if leaf.sharding.memory_kind == HOST_MEMORY and id(leaf) not in kept:
             leaf.delete()
-
-
-def _told(results: Outcome[Name]) -> frozenset[Name]:
-    """The results that every process is told."""
-    return frozenset(name for name in (results.loss, results.grad_norm, results.finite, *results.aux) if name is not None)
 
 
 def _read_by(purpose: Purpose, leaves: Leaves[_T]) -> Leaves[_T]:

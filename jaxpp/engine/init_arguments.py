@@ -68,7 +68,8 @@ def first_leaves(engine: Engine, given: InitArguments, names: Leaves[Name], home
         leading = [engine.placement[name.stage].leading(name.ref) for name in names.variables.flat()]
         held = [np.broadcast_to(leaf, (*axes, *leaf.shape)) if axes else leaf for leaf, axes in zip(held, leading, strict=True)]
         return homes.fill([put(leaf, home) for leaf, home in zip(held, homes.flat(), strict=True)])
-    graph, _ = trace_init((lambda key: engine.sliced(made(key))) if engine.holds_slices else made, key, engine.options.axes)
+    slices = engine.layout.slicing.any or engine.layout.state_slicing.any
+    graph, _ = trace_init((lambda key: engine.sliced(made(key))) if slices else made, key, engine.options.axes)
     with agreement(given.where, engine.options.devices) as agree:
         agree(lambda: init_texts(graph, key))
     return engine.make_params(graph, key, names.variables)
@@ -221,9 +222,8 @@ def swapped(given: InitArguments) -> ArgumentError:
     name = given.where.rpartition(".")[2]
     if name == "init" or name.startswith("abstract"):
         return _wrong_init(given.where, got)
-    return ArgumentError(
-        given.where, f"{name} takes parameters and a batch, in this order", got, f"call {given.where}(params, batch)"
-    )
+    rule = f"{name} takes parameters and a batch, in this order"
+    return ArgumentError(given.where, rule, got, f"call {given.where}(params, batch)")
 
 
 def variables_of(options: Options, made: Tree) -> tuple[Tree, ...]:
@@ -259,6 +259,5 @@ def _may_be_key(value: Tree) -> bool:
 def _wrong_init(where: str, got: str, fix: str = "") -> ArgumentError:
     pair = ", with has_state=True a pair (params, model_state)" * where.startswith("pipe.")
     rule = f"{where.rpartition('.')[2]} takes a function, a key and a batch, or parameters and a batch, in this order"
-    return ArgumentError(
-        where, rule, got, fix or f"call {where}(init_fn, jax.random.key(0), batch) or {where}(params, batch){pair}"
-    )
+    fix = fix or f"call {where}(init_fn, jax.random.key(0), batch) or {where}(params, batch){pair}"
+    return ArgumentError(where, rule, got, fix)

@@ -18,9 +18,8 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxpp.engine.lru import LRU
 from jaxpp.engine.sharding_rules import check_even, fits, num_parts, over_both, over_model, specs_of
-from jaxpp.engine.tracing import Tracing, avals_of, check_key, raw_key, same_shapes, shapes_key
+from jaxpp.engine.tracing import Tracing, avals_of, check_key, same_shapes, shapes_key
 from jaxpp.errors import ArgumentError, BatchError, warn
 from jaxpp.lowering.builder import CALLER, Constant, Name, waiting
 from jaxpp.lowering.microbatch_weights import given_weights, weigh
@@ -29,6 +28,7 @@ from jaxpp.optim.owners import TracedOptimizer, untrained_leaves
 from jaxpp.optim.update import Update, plan_update
 from jaxpp.options import Options
 from jaxpp.runtime.compile import Programs, trace_context
+from jaxpp.runtime.lru import LRU
 from jaxpp.runtime.measure import clock_of, link_times, stage_times
 from jaxpp.runtime.place import Placement, undivided_warnings
 from jaxpp.runtime.replica_groups import ReplicaGroups
@@ -56,6 +56,7 @@ from jaxpp.stages.loss.microbatch import (
     check_batch,
     check_shared,
     first_of,
+    raw_key,
     resized,
     sizes,
     split_any,
@@ -261,7 +262,8 @@ def lay_out(
     if name not in traces.losses:
         traces.losses[name] = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
     layered = traces.losses[name]
-    rows = _by_row(given[1:], layered.stacked_state)
+    state = [leaf.shape for leaf in jax.tree.leaves(given[1:])]
+    rows = Slicing(tuple((1,) * shape[0] if k in layered.stacked_state else () for k, shape in enumerate(state)))
     if rows.any:  # each row is a leaf, so that cuts may lie between two layers
         layered = tracing.trace(options.loss_fn, (given[0], rows.of(given[1])), microbatch, key, per_layer=True)
     if options.cuts is None and like is None:
@@ -278,12 +280,6 @@ def lay_out(
     if options.balance == "time":
         layout, first = found.measured(layered, layout, first, programs)
     return layout, microbatch, first
-
-
-def _by_row(model_state: Tree, leaves: Collection[int]) -> Slicing:
-    """Some leaves of a model state, if there is one, with each row apart."""
-    shapes = [leaf.shape for leaf in jax.tree.leaves(model_state)]
-    return Slicing(tuple((1,) * shape[0] if k in leaves else () for k, shape in enumerate(shapes)))
 
 
 @dataclass(frozen=True)
@@ -363,13 +359,11 @@ class _Layouts:
         specs = self._specs(slicing, shared)
         pairs = list(zip(specs, leaves, strict=True))
         even = options.placement.is_even  # else ``check_even`` refuses what a rank cannot share
-        if even and (
-            rough := [f"{describe(leaf)}: {spec}" for spec, leaf in pairs if not fits(over_model(spec), leaf.shape, sizes)]
-        ):
+        rough = [f"{describe(leaf)}: {spec}" for spec, leaf in pairs if not fits(over_model(spec), leaf.shape, sizes)]
+        if even and rough:
             rule = "where a loop over layers is cut, a stage holds the rows of its layers, and devices share these evenly"
-            raise ArgumentError(
-                "shardings", rule, rough, "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
-            )
+            fix = "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
+            raise ArgumentError("shardings", rule, rough, fix)
         untrained = () if self.optimizer is None else self.optimizer.untrained
         frozen, kept, still = (set(slicing.leaves(which)) for which in (self.frozen, untrained, self._still))
         late = set(range(shared if options.delay and self.optimizer is not None else 0)).difference(still)
@@ -497,9 +491,8 @@ class _Layouts:
             if loss.primitives == like.spine:
                 return like.cuts
             shared = like.num_shared  # where a task's leaves are others, they go where they are used
-            owner = (
-                like.owner if len(loss.params) == len(like.owner) else (*like.owner[:shared], *[None] * (len(loss.params) - shared))
-            )
+            others = len(loss.params) - shared
+            owner = like.owner if len(loss.params) == len(like.owner) else (*like.owner[:shared], *[None] * others)
             return align(loss, count, owner, like.state_owner, train=self.options.is_loss)
         if names is not None:
             return resolve(loss, names)

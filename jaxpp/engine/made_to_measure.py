@@ -25,8 +25,7 @@ from jaxpp.schedule.synthesis.synthesise import synthesise
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.estimate import rates_of
-from jaxpp.stages.program import Ref, Role
-from jaxpp.stages.stage import StageCode
+from jaxpp.stages.program import Role
 
 _STATE = 4  # times the bytes of parameters: they, their gradients, and two moments of an optimizer
 
@@ -68,7 +67,7 @@ def _visiting(options: Options, cut: CutLoss, costs: StepCosts, found: Schedule)
     other = make("looped-bfs", ranks, count, found.num_stages // ranks)
     if other.stage_to_rank != found.stage_to_rank:
         return found
-    sizes = [sum(_param_bytes(code).values()) for code in cut.stages]
+    sizes = [sum(count_bytes(aval) for ref, aval in code.reads.items() if ref.role == Role.PARAM) for code in cut.stages]
     for rank in range(ranks):
         own = [stage for stage, home in enumerate(found.stage_to_rank) if home == rank]
         gone = sorted(_STATE * sizes[stage] for stage in own)[:-2]  # all but what a device holds of two stages
@@ -78,12 +77,6 @@ def _visiting(options: Options, cut: CutLoss, costs: StepCosts, found: Schedule)
     visits = replace(costs, visit=tuple(size * per_byte for size in sizes))
     best = min((found, other), key=lambda order: Simulation(order, visits).makespan)
     return replace(best, name=found.name)
-
-
-def _param_bytes(code: StageCode) -> dict[Ref, int]:
-    programs = [code.statics, code.forward, *(backward.then for backward in code.backward.values())]
-    pairs = [pair for program in programs for pair in zip(program.inputs, program.avals, strict=True)]
-    return {ref: count_bytes(aval) for ref, aval in pairs if ref.role == Role.PARAM}
 
 
 def stage_costs(options: Options, cut: CutLoss, programs: Programs) -> StepCosts:

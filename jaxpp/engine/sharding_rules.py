@@ -5,7 +5,6 @@ Over ``model`` the compiler divides the work accordingly: two layers sharded by 
 the sum of its gradients, and of its optimizer state.
 """
 
-import itertools
 import math
 import re
 import sys
@@ -16,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from jaxpp.errors import ArgumentError, shown
-from jaxpp.stages.axes import DATA, MODEL, RankAxes, axis_names
+from jaxpp.stages.axes import DATA, MODEL, RankAxes, axes_of_spec, axis_names
 from jaxpp.stages.jaxpr import aval_of, describe
 from jaxpp.stages.loss.traced_loss import TracedLoss, fits_pattern, path_name
 from jaxpp.types import Aval, Leaf, Params, Tree
@@ -66,7 +65,7 @@ def specs_of(shardings: Tree, params: Params, axes: RankAxes, *, evenly: bool = 
         if axes.sizes[MODEL] == 1:  # names are those of a mesh that has more axes, or of no mesh
             known = axes.called(DATA)
             specs = [PartitionSpec(*(entry if known.issuperset(axis_names(entry)) else None for entry in spec)) for spec in specs]
-            if not any(map(axis_names, itertools.chain(*specs))):
+            if not any(map(axes_of_spec, specs)):
                 return ()
     elif callable(shardings):
         pairs = zip(paths, leaves, strict=True)
@@ -104,12 +103,7 @@ def _check_model(specs: Sequence[PartitionSpec], paths: Sequence[str], axes: Ran
     names = axes.called(MODEL)
     if axes.whole is not None and not names.isdisjoint(axes.whole.axis_names):
         return
-    sharded = [
-        path
-        for path, spec in zip(paths, specs, strict=True)
-        if not names.isdisjoint(axis for entry in spec for axis in axis_names(entry))
-    ]
-    if sharded:
+    if sharded := [path for path, spec in zip(paths, specs, strict=True) if not names.isdisjoint(axes_of_spec(spec))]:
         rule = 'parameters are sharded over the "model" axis of a mesh, or divided over "data"'
         got = f'a function that shards {", ".join(sharded[:3])} over "model", and no mesh with that axis'
         fix = 'pass for example mesh=jax.make_mesh((2, 2), ("pipe", "model")), or leave shardings out'
@@ -163,9 +157,8 @@ def _metadata(params: Params) -> Iterator[Tree]:
     if "flax.nnx" in sys.modules:
         from flax import nnx  # noqa: PLC0415
 
-        if any(
-            isinstance(leaf, nnx.Variable) for leaf in jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-        ):
+        leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        if any(isinstance(leaf, nnx.Variable) for leaf in leaves):
             yield nnx.get_partition_spec(params)
 
 
@@ -177,11 +170,7 @@ def _names_in(named: Tree) -> set[object]:
 def _divided(leaf: Leaf, axes: RankAxes) -> PartitionSpec:
     """How an array is sharded along ``model``; its other axes were those of the devices it comes from."""
     sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return _WHOLE
-    return PartitionSpec(
-        *(MODEL if MODEL in (entry if isinstance(entry, tuple) else (entry,)) else None for entry in axes.named(sharding.spec))
-    )
+    return over_model(axes.named(sharding.spec)) if isinstance(sharding, NamedSharding) else _WHOLE
 
 
 def _logical(rules: list[tuple[str, Tree]], params: Params) -> list[PartitionSpec]:
@@ -234,16 +223,15 @@ def _check(specs: Sequence[PartitionSpec], leaves: Sequence[tuple[KeyPath, Aval]
     wrong = []
     for spec, (path, leaf) in zip(specs, leaves, strict=True):
         where = f"{path_name(path)}, {describe(leaf)}: {spec}"
-        named = [axis for entry in spec for axis in axis_names(entry)]
+        named = axes_of_spec(spec)
         if others := [axis for axis in named if axis not in (DATA, MODEL)]:
             wrong.append(f"{where} has another axis, {others[0]!r}")
         elif len(spec) > len(leaf.shape) or len(set(named)) < len(named):
             wrong.append(f"{where} does not fit its axes")
         elif not fits(spec, leaf.shape, sizes):
-            uneven = (
-                num_parts(entry, sizes) for entry, size in zip(spec, leaf.shape, strict=False) if size % num_parts(entry, sizes)
-            )
-            wrong.append(f"{where} is not divisible by {next(uneven)}")
+            counts = [num_parts(entry, sizes) for entry in spec]
+            uneven = next(count for count, size in zip(counts, leaf.shape, strict=False) if size % count)
+            wrong.append(f"{where} is not divisible by {uneven}")
     if wrong:
         fix = 'change the sharding, or map Flax\'s axis names: shardings=[("mlp", "model"), ("embed", None)]'
         raise ArgumentError("shardings", 'axes of a parameter may be sharded over "model" and "data", evenly', wrong, fix)
@@ -267,8 +255,8 @@ def check_even(specs: Sequence[PartitionSpec], loss: TracedLoss, widths: Sequenc
 
 def num_parts(given: Tree, sizes: Mapping[str, int]) -> int:
     """Into how many parts axes of a mesh of these sizes divide, of a whole ``PartitionSpec`` or an entry of one."""
-    entries = given if isinstance(given, PartitionSpec) else (given,)
-    return math.prod(sizes.get(axis, 1) for entry in entries for axis in axis_names(entry))
+    names = axes_of_spec(given) if isinstance(given, PartitionSpec) else axis_names(given)
+    return math.prod(sizes.get(axis, 1) for axis in names)
 
 
 def fits(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
@@ -284,7 +272,7 @@ def over_model(spec: PartitionSpec) -> PartitionSpec:
 def over_both(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int], *, divide: bool) -> PartitionSpec:
     """How the leaf is held divided over ``data``: as ``spec`` says, or else, to ``divide``, along the first axis that can be."""
     if not fits(spec, shape, sizes):  # rows of a stacked leaf are fewer on each stage than the axis divides
-        divide = divide or any(DATA in axis_names(entry) for entry in spec)
+        divide = divide or DATA in axes_of_spec(spec)
         spec = over_model(spec)
     entries = [axis_names(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     if divide and not any(DATA in entry for entry in entries):
@@ -292,9 +280,7 @@ def over_both(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int
         able = [k for k, (count, size) in enumerate(zip(counts, shape, strict=True)) if size and size % count == 0]
         for k in sorted(able, key=lambda k: len(entries[k]))[:1]:
             entries[k] = (*entries[k], DATA)
-    ordered = [
-        tuple(axis for axis in (MODEL, DATA) if axis in entry) for entry in entries
-    ]  # parts of a shard, not shards of a part
+    ordered = [tuple(axis for axis in (MODEL, DATA) if axis in each) for each in entries]  # parts of a shard, not shards of a part
     while ordered and not ordered[-1]:
         ordered.pop()
     return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in ordered))

@@ -18,7 +18,7 @@ from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
 from jaxpp.engine.tail import Rest, Tail
 from jaxpp.engine.tracing import avals_of
-from jaxpp.errors import CutError, ParamsError, StateError, shown
+from jaxpp.errors import CutError, ParamsError, StateError, is_count, shown
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.lowering.step import COPIES, Leaves
 from jaxpp.runtime.edges import HOST_MEMORY, join_slices, joined_home, put, split_slices, to_homes
@@ -26,6 +26,7 @@ from jaxpp.runtime.processes.here import is_addressable
 from jaxpp.runtime.processes.trees import are_across, slices_of, stand_in_for
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loss.microbatch import raw_key
 from jaxpp.stages.loss.traced_loss import wrong_leaves
 from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, on_host, whole_shape
 from jaxpp.tables import bytes_in_words, html_remarks, html_table, table_lines
@@ -89,9 +90,9 @@ class _Previous(_Part):
         if state is None or _is_nothing(previous) or not any(leaf is None for leaf in _leaves(previous)[0]):
             return previous
         (olds, tree), (news, same) = _leaves(previous), _leaves(state.params)
-        return (
-            tree.unflatten(new if old is None else old for old, new in zip(olds, news, strict=True)) if tree == same else previous
-        )
+        if tree != same:
+            return previous
+        return tree.unflatten(new if old is None else old for old, new in zip(olds, news, strict=True))
 
 
 _LATE = ("previous_scale", *COPIES)  # the parts that a state may lack: what was before the last step
@@ -321,8 +322,7 @@ def _plain(leaf: Leaf) -> Leaf:
     """A leaf as Python numbers: an array, or a key as the numbers that it is made of; anything else as it is."""
     if not hasattr(leaf, "dtype"):
         return leaf
-    data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-    return np.asarray(data).tolist()
+    return np.asarray(raw_key(leaf)).tolist()
 
 
 class _Shown:
@@ -460,10 +460,8 @@ class States:
     def check_alike(self, other: "States") -> None:
         """Refuse another pipeline's states if leaves of them live elsewhere."""
         if self._homes != other._homes:
-            paths = [
-                jax.tree_util.keystr(path)
-                for path, _ in jax.tree_util.tree_leaves_with_path(_of_parts(self._fill(self._shapes), step=None))
-            ]
+            leaves = jax.tree_util.tree_leaves_with_path(_of_parts(self._fill(self._shapes), step=None))
+            paths = [jax.tree_util.keystr(path) for path, _ in leaves]
             pairs = zip(paths, self._homes, other._homes, strict=True)
             got = [f"state{path}: {there} instead of {here}" for path, here, there in pairs if here != there][:8]
             rule = "the steps of pipelines of one state find it on the same devices"
@@ -565,8 +563,8 @@ def steps_of(state: State) -> int:
     try:
         found = np.asarray(step).item()
     except (TypeError, ValueError):
-        found = None
-    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        found = -1
+    if not is_count(found):
         fix = "give the number of steps that were taken, state._replace(step=0) for example"
         raise StateError("state.step", "the number of a step is a whole number, 0 or more", shown(step), fix)
     return found
@@ -583,19 +581,13 @@ def _buffers(leaf: Leaf) -> list[tuple[Device, int]]:
     """What tells whether two arrays share memory: the addresses of an array's shards; nothing for what is no device array."""
     if not isinstance(leaf, jax.Array):
         return []
-    data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-    data = jax.block_until_ready(data)  # to ask for an address waits with Python's lock held, which a host callback may want
+    data = jax.block_until_ready(raw_key(leaf))  # asking for an address waits with Python's lock, which a host callback may want
     return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in data.addressable_shards if shard.data.size]
 
 
 def _parted(tree: Tree, nodes: Sequence[Leaf]) -> list[Leaf]:
-    pairs = zip(jax.tree.leaves(tree, is_leaf=is_slices), nodes, strict=True)
-    return [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [_one(leaf)])]
-
-
-def _one(leaf: Leaf) -> Leaf:
-    """A leaf that is held as one array here, but maybe as slices where it comes from."""
-    return assembled(leaf) if is_slices(leaf) else leaf
+    pairs = zip(jax.tree.leaves(tree, is_leaf=is_slices), nodes, strict=True)  # a leaf may be slices where it comes from alone
+    return [part for leaf, node in pairs for part in (_parts(leaf, node) if isinstance(node, Slices) else [assembled(leaf)])]
 
 
 def _parts(leaf: Leaf, node: Slices) -> Sequence[Leaf]:

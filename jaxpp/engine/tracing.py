@@ -13,7 +13,7 @@ from jaxpp.errors import ArgumentError, JaxppError, LossError, shown
 from jaxpp.options import Options
 from jaxpp.runtime.compile import trace_context
 from jaxpp.runtime.not_public import cudnn_of
-from jaxpp.runtime.place import axes_in
+from jaxpp.runtime.place import mesh_in
 from jaxpp.stages.axes import ONE_DEVICE, RankAxes
 from jaxpp.stages.cuts.balance import Cuts
 from jaxpp.stages.cuts.cut_loss import CutLoss, cut
@@ -119,11 +119,6 @@ def _why_no_key(key: Key) -> str | None:
     return None
 
 
-def raw_key(key: Key) -> jax.Array:
-    """A key as the array of integers that programs take."""
-    return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-
-
 class Tracing:
     """Traces losses, and cuts them, as the options say; nobody wants the gradient of the ``frozen`` parameter leaves.
 
@@ -223,7 +218,7 @@ class Tracing:
     def cut(self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], reducers: Mapping[int, Reducer], **known: Any) -> CutLoss:
         """A traced loss as the programs of its stages."""
         options, placement = self.options, self.options.placement
-        axes = [axes_in(place) for place in placement.places]
+        axes = [RankAxes(mesh_in(place)) for place in placement.places]  # programs name those of the widest
         made = ProgramOptions(
             remat=options.remat,
             train=options.is_loss,
@@ -253,9 +248,8 @@ class Tracing:
         count = (options.schedule.num_microbatches if given is None else len(given)) * options.placement.num_replicas
         summed, automatic = options.reduction == "sum", options.weight == "auto"
         size = num_examples(jax.tree.leaves(microbatch), loss.shared)
-        alone = (
-            count == 1 or not options.examined
-        ) and not automatic  # a weight is asked again of later steps of more microbatches
+        many = count > 1 and options.examined
+        alone = not many and not automatic  # a weight is asked again of later steps of more microbatches
         weight, remarks = options.weight if callable(options.weight) else None, list[str]()
         trial = None if alone else self._trial(loss, loss_fn, variables, microbatch, key, max(count, 2))
         verdict = judge(trial.loss, trial.examples.loss) if isinstance(trial, _Trial) and loss.is_loss else None
@@ -331,7 +325,8 @@ class Tracing:
                 reason = reason or str(error)
                 continue
             trial = _Trial(traces.known[pair[0]], examples, pair, whole=pair == ends)
-            if trial.whole or not traces.failed.keys().isdisjoint(ends) or _tells(trial):
+            changes = loss.is_loss and judge(trial.loss, examples.loss).what == "mixed"  # known to be what microbatches change
+            if trial.whole or not traces.failed.keys().isdisjoint(ends) or changes:
                 return trial
             break  # it may be another function at the sizes that are needed
         if size == 1 and not traces.known and all(aval_of(atom).shape[:1] == (1,) for atom in loss.aux):
@@ -392,11 +387,6 @@ class _Trial(NamedTuple):
     examples: Examples
     sizes: tuple[int, int]
     whole: bool  # whether the sizes were those of a microbatch and of the whole batch
-
-
-def _tells(trial: _Trial) -> bool:
-    """Whether the loss is known to be something that microbatches change."""
-    return trial.loss.is_loss and judge(trial.loss, trial.examples.loss).what == "mixed"
 
 
 class Merge(NamedTuple):

@@ -9,6 +9,7 @@ It says where (as the user wrote it), the rule, what was got, and what to do::
 Every class is a ``ValueError``. An exception raised inside the user's own model comes out unchanged, with a note (``add_note``).
 """
 
+import numbers
 import pathlib
 import sys
 import warnings
@@ -32,6 +33,7 @@ __all__ = [
     "ScheduleError",
     "StateError",
     "VerifyError",
+    "is_count",
     "shown",
     "warn",
 ]
@@ -150,6 +152,13 @@ class NonFiniteError(JaxppError, FloatingPointError):
 
 class BankError(JaxppError):
     """A parameter set that a bank does not have, cannot take, or cannot bring to the device."""
+
+
+def is_count(value: object, least: int = 0) -> bool:
+    """Whether a value is a whole number, NumPy's included, of at least ``least``."""
+    if type(value) is int:  # asked for every action, and many times as fast
+        return value >= least
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def warn(warning: Warning) -> None:

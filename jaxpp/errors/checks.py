@@ -95,8 +95,11 @@ def check_ranks(devices: Tree) -> tuple[tuple[Device, ...], ...]:
         return tuple((device,) for device in check_devices(entries))
     ranks = [each if isinstance(each, tuple) else (each,) for each in entries]
     where, rule = "devices", "each entry of a list of devices is a rank: a device of JAX's, or a list of such devices"
-    wrong = [f"devices[{k}]: {shown(each)}" for k, each in enumerate(entries) if not _are_devices(ranks[k])]
-    if wrong:
+    if wrong := [
+        f"devices[{k}]: {shown(each)}"
+        for k, each in enumerate(entries)
+        if not ranks[k] or not all(isinstance(device, jax.Device) for device in ranks[k])
+    ]:
         raise ArgumentError(where, rule, wrong, "pass for example devices=[jax.devices()[:2], *jax.devices()[2:4]]")
     sets = [frozenset(each) for each in ranks]
     wrong = [
@@ -108,10 +111,6 @@ def check_ranks(devices: Tree) -> tuple[tuple[Device, ...], ...]:
         rule = "a device stands once in a rank, and two ranks have all their devices in common, in the same order, or none"
         raise ArgumentError(where, rule, wrong, "name each device once")
     return tuple(ranks)
-
-
-def _are_devices(rank: tuple[object, ...]) -> bool:
-    return bool(rank) and all(isinstance(device, jax.Device) for device in rank)
 
 
 def _those_devices(devices: object, found: Sequence[object]) -> str:

@@ -96,9 +96,8 @@ def wrong_call(function: Callable[..., object], args: Sequence[object], named: M
         line = ", ".join(p.name + "=..." * (p.kind == p.KEYWORD_ONLY) for p in needed)
         rule = "an argument without a default is passed at each call"
         got = [f"{p.name}: {type(value).__name__}" for p, value in zip(positional, args, strict=False)]
-        return ArgumentError(
-            where, rule, [*got, *(f"{name}: nothing" for name in missing)], f"write {called.rpartition('.')[2]}({line})"
-        )
+        got += [f"{name}: nothing" for name in missing]
+        return ArgumentError(where, rule, got, f"write {called.rpartition('.')[2]}({line})")
     return None
 
 

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors import ArgumentError, is_count, shown
 from jaxpp.errors.tracebacks import entry
-from jaxpp.schedule.validate import is_count
+from jaxpp.stages.loss.microbatch import raw_key
 from jaxpp.types import ForwardFn, Params, Tree
 
 __all__ = ["decoder"]
@@ -117,16 +117,11 @@ class _Nnx:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Nnx) or (self.graph, self.options) != (other.graph, other.options):
             return False
-        ours, theirs = (list(map(_numbers, jax.tree.leaves(each.rest))) for each in (self, other))
+        ours, theirs = ([np.asarray(raw_key(leaf)) for leaf in jax.tree.leaves(each.rest)] for each in (self, other))
         return len(ours) == len(theirs) and all(map(np.array_equal, ours, theirs))
 
     def __hash__(self) -> int:
         return hash(self.graph)
-
-
-def _numbers(leaf: Any) -> np.ndarray:
-    is_key = jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 def _of_nnx(nnx: Any, model: Any, max_length: int, options: tuple[tuple[str, Any], ...]) -> tuple[ForwardFn, Tree]:

@@ -515,15 +515,10 @@ class Forward:
 
     def _refuse_compile_only(self, where: str) -> None:
         """Refuse on devices that only compile whatever holds an array: all but what is planned from shapes."""
-        if self._options.compile_only and where not in _PLANNED:
-            shapes = (
-                "pipe.forecast(shapes, batch) plans for them"
-                if self._options.is_loss
-                else "forward.forecast(shapes, batch) plans for them"
-            )
-            refuse_compile_only(
-                f"{self._name}.{where}", self._options.devices, f"pass devices=jax.devices(), or leave devices out; {shapes}"
-            )
+        if where not in _PLANNED:
+            shapes = f"{'pipe' if self._options.is_loss else 'forward'}.forecast(shapes, batch) plans for them"
+            fix = f"pass devices=jax.devices(), or leave devices out; {shapes}"
+            refuse_compile_only(f"{self._name}.{where}", self._options.devices, fix)
 
     def _planned(self, where: str, params_or_shapes: Tree, batch: Batch, key: Key | None, fn: ForwardFn | None) -> _Planned:
         """What would run for such shapes: a step or the forwards of a batch; with ``fn``, those of this function."""
@@ -566,9 +561,8 @@ class Forward:
             if not given.makes and are_swapped(self._options, given, self._joined):
                 raise swapped(given) from error
             if given.line:
-                error.add_note(
-                    f"jaxpp: the parameters are made by {given.line}; if the model takes other inputs, pass such a function"
-                )
+                note = "if the model takes other inputs, pass such a function"
+                error.add_note(f"jaxpp: the parameters are made by {given.line}; {note}")
             raise
 
     def _open(self, made: Tree, batch: Batch, key: Key | None, agree: Agreement | None = None) -> Setup:

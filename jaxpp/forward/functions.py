@@ -12,11 +12,11 @@ import jax
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.layout import Layout, Preparer, place_leaves, split_of, state_leaves
-from jaxpp.engine.lru import LRU
 from jaxpp.engine.tracing import Tracing, avals_of
 from jaxpp.errors import CutError
 from jaxpp.options import Options
 from jaxpp.runtime.compile import trace_context
+from jaxpp.runtime.lru import LRU
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.stages.cost import count_bytes

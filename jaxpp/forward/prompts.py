@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxpp.errors import ArgumentError, BatchError, OutputError, shown
-from jaxpp.schedule.validate import is_count
+from jaxpp.errors import ArgumentError, BatchError, OutputError, is_count, shown
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import unfit
 from jaxpp.types import Tree

@@ -154,9 +154,7 @@ class Passes:
             compiled = self.prepare(batches[0], count)
             for first in range(0, len(carries), count):
                 given = *carries[first : first + count], *batches[first : first + count]
-                runs.append(
-                    Execution(compiled.plan, [*compiled.lasting, *(leaf for tree in given for leaf in jax.tree.leaves(tree))])
-                )
+                runs.append(Execution(compiled.plan, [*compiled.lasting, *jax.tree.leaves(given)]))
             in_threads = compiled.plan.turns and len(runs) > 1  # in a pass alone, each rank waits for the one before it
             hand_over([(run, run.left) for run in runs], observer, self._base.threads if in_threads else None)
         except BaseException as error:

@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
-from jaxpp.errors import ArgumentError, OutputError, shown
+from jaxpp.errors import ArgumentError, OutputError, is_count, shown
 from jaxpp.errors.checks import is_real
 from jaxpp.errors.tracebacks import entries
 from jaxpp.forward.functions import Wrapped
-from jaxpp.schedule.validate import is_count
 from jaxpp.stages.jaxpr import describe
 from jaxpp.types import Array, Aval, Key, Tree
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 
-from jaxpp.errors import ArgumentError, BatchError, shown
+from jaxpp.errors import ArgumentError, BatchError, is_count, shown
 from jaxpp.errors.tracebacks import current_trace, entries, is_ctrl_c, leave
 from jaxpp.errors.user_mesh import set_aside
-from jaxpp.schedule.validate import is_count
 from jaxpp.types import Batch, Tree
 
 __all__ = ["Stream"]

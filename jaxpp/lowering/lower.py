@@ -543,7 +543,7 @@ def trace_init(init: Callable[[Key], Tree], key: Key, axes: RankAxes) -> tuple[G
         return [jnp.array(leaf, copy=True) for leaf in leaves]
 
     try:
-        graph, shapes = trace(flat, key, axes=axes.whole_values)
+        graph, shapes = trace(flat, key, axes=RankAxes(names=axes.names, whole=axes.whole))  # on which no value is divided
     except jax.errors.TracerArrayConversionError as error:
         rule = "init is traced by jax.jit, so that each device makes only its own parameters"
         fix = "use jax.numpy and jax.random inside init, or make the parameters first and call pipe.init(params, batch)"

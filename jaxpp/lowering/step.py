@@ -231,17 +231,14 @@ class Step:
 
     def read(self, stage: int, role: Role) -> list[int]:
         """The numbers of the values of ``role`` that any program of the stage reads."""
-        refs = [ref for code in self.codes(stage) for program in _programs(code) for ref in program.inputs]
+        refs = [ref for code in self.codes(stage) for ref in code.reads]
         if self.weigh is not None and stage == self.loss_stage:
             refs += self.weigh.inputs
         return sorted({ref.index for ref in refs if ref.role == role})
 
     def accumulators(self, stage: int) -> dict[Ref, Aval]:
         """The sums the stage keeps, and their shapes."""
-        sums: dict[Ref, Aval] = {}
-        for code in self.codes(stage):
-            for program in _programs(code):
-                sums |= {ref: aval for ref, aval in zip(program.inputs, program.avals, strict=True) if ref.role in ACCUMULATED}
+        sums = {ref: aval for code in self.codes(stage) for ref, aval in code.reads.items() if ref.role in ACCUMULATED}
         if not self.trains:
             return sums
         packs = self.codes(stage)[0].packs
@@ -334,10 +331,6 @@ class Step:
         return chosen, [
             {self.sum_of(ref): aval for ref, aval in own.items() if ref in late[stage]} for stage, own in enumerate(sums)
         ]
-
-
-def _programs(code: StageCode) -> list[Program]:
-    return [code.statics, code.forward, *(backward.then for backward in code.backward.values())]
 
 
 def param_name(stage: int, leaf: int, *, shared: bool = False) -> Name:

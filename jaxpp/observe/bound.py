@@ -390,13 +390,14 @@ def _counted(
     again, num_kernels, at_peak, taken = 0.0, 0, 0.0, 0.0
     for line, instruction in zip(lines, plan.instructions, strict=True):
         target = numbers[line.place]
-        handing.append(_handing(line))
         if line.program is None:
+            handing.append(_SEND * len(line.outputs))
             least, most = (_moving(line, placement.places, sizes, each) for each in (target, as_linked(target)))
             alone.append(least)
             likely.append(most + KERNEL * bool(most))
             driving.append(_DRIVEN)
             continue
+        handing.append(_CALL + _RESULT * max(0, len(line.outputs) - 1))
         if id(instruction.call) not in known:
             known[id(instruction.call)] = read_kernels(cast("Compiled", instruction.call).as_text() or "")
         kernels = known[id(instruction.call)]
@@ -495,12 +496,6 @@ def _visits_of(lines: Sequence[BoundLine], alone: Sequence[float], sizes: Mappin
             link[line.place, copies] += seconds  # pyright: ignore[reportArgumentType]
             moved[copies] += sum(sizes[name] for name in line.outputs)
     return VisitBound(added, max(link.values(), default=0.0), moved[MemoryCopy.TO_DEVICE], moved[MemoryCopy.TO_HOST])
-
-
-def _handing(line: BoundLine) -> float:
-    if line.program is None:
-        return _SEND * len(line.outputs)
-    return _CALL + _RESULT * max(0, len(line.outputs) - 1)
 
 
 def _moving(line: BoundLine, places: Sequence[Place], sizes: Mapping[Name, int], target: GPU) -> float:

@@ -236,8 +236,7 @@ def _programs(line: BoundLine, call: Any) -> list[tuple[str, Any, dict[str, int]
     if not sizes:
         return []
     if isinstance(call, Mean):
-        groups = call.groups.current
-        return [(f"{line.label}, replicas {' '.join(map(str, g))}", call.program(g), sizes | {DATA: len(g)}) for g in groups]
+        return [(f"{line.label}, {replicas}", program, sizes | {DATA: count}) for replicas, count, program in call.programs]
     if line.program is None:
         return []
     label = f"{' and '.join(action.kind for action in line.actions)} of stage {line.stage}" if line.actions else line.label

@@ -64,7 +64,7 @@ class Detector:
 
     def look(self) -> None:
         """Look at what is there by now; warn if the sums of a stage were zero several times in a row, or a loss is NaN."""
-        while self._unread and all(value.is_ready() for value in _here(self._unread[0])):
+        while self._unread and all(map(_is_ready, (self._unread[0].losses[-1].value, *self._unread[0].squares))):
             losses, squares = self._unread.popleft()
             try:
                 found = [float(value) if _is_here(value) else 1.0 for value in squares]
@@ -97,8 +97,8 @@ class Detector:
                 self._nans = [] if self._since >= _PATIENCE else self._nans  # with delay=1 one number comes between
 
 
-def _here(seen: _Seen) -> list[Leaf]:
-    return [value for value in (seen.losses[-1].value, *seen.squares) if _is_here(value)]
+def _is_ready(value: Leaf) -> bool:
+    return not _is_here(value) or value.is_ready()
 
 
 def _is_here(value: Leaf) -> bool:

@@ -163,9 +163,8 @@ def costs_of_plan(
     kinds |= {Kind.I} if Kind.W in kinds else set()  # of a single stage, whose I does nothing
 
     def table(pools: Mapping[tuple[Kind, int], Sequence[float]]) -> Mapping[Kind, tuple[float, ...]]:
-        return {
-            kind: tuple(usual(pools.get((kind, stage), (0.0,))) for stage in range(num_stages)) for kind in Kind if kind in kinds
-        }
+        each = range(num_stages)
+        return {kind: tuple(usual(pools.get((kind, s), (0.0,))) for s in each) for kind in Kind if kind in kinds}
 
     after, copied = [0.0] * num_stages, [0.0] * num_stages
     ended = [last] * num_stages  # updates of a state that visits follow the last action of their stage

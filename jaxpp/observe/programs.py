@@ -328,9 +328,8 @@ class ProgramTable(_Summed, Sequence[ProgramRow]):
         lines = [
             "numbers are those of one run; bytes: that its kernels read and write; donated: arguments that give their buffer away"
         ]
-        lines += (
-            [] if all(row.exact for row in self) else ["?: in a loop whose number of trips is not in the program; one is counted"]
-        )
+        if not all(row.exact for row in self):
+            lines.append("?: in a loop whose number of trips is not in the program; one is counted")
         if self.target is None:
             lines.append(f"nothing is said of least times: jaxpp does not have the numbers of {', '.join(self._devices)}")
         else:
@@ -428,13 +427,11 @@ def programs_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose)
 def _compiled(line: BoundLine, instruction: Instruction) -> list[tuple[str, Compiled]]:
     """The compiled programs that an instruction runs, and what they are called."""
     if isinstance(instruction.call, Mean):
-        groups = instruction.call.groups.current
-        return [(f"{line.label}, replicas {' '.join(map(str, group))}", instruction.call.program(group)) for group in groups]
+        return [(f"{line.label}, {replicas}", program) for replicas, _, program in instruction.call.programs]
     if not isinstance(instruction.call, Compiled):
         return []
-    if line.program is not None and compiles_only(line.place.devices[0]):  # no trace shows it, so it has the name of its stage
-        return [(line.program.name, instruction.call)]
-    return [(instruction.about.program, instruction.call)]
+    unseen = line.program if compiles_only(line.place.devices[0]) else None  # by a trace: it has the name of its stage
+    return [(instruction.about.program if unseen is None else unseen.name, instruction.call)]
 
 
 def _read(row: ProgramRow, compiled: Compiled, line: BoundLine, paths: Sequence[str], shapes: Shapes) -> ProgramRow:

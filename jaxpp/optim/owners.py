@@ -516,7 +516,7 @@ def part_of(optimizer: optax.GradientTransformation, trains: Sequence[str] | Non
 
 def open_conditions(graph: Graph) -> Graph:
     """The graph with every condition, and those inside it, opened; the graph itself if it has none."""
-    if all(_branches(eqn) is None for eqn in graph.eqns):
+    if all(branches_of(eqn) is None for eqn in graph.eqns):
         return graph
 
     def run(*args: Array) -> list[Array]:
@@ -526,7 +526,7 @@ def open_conditions(graph: Graph) -> Graph:
             return atom.val if isinstance(atom, Literal) else values[atom]
 
         for i, eqn in enumerate(graph.eqns):
-            branches = _branches(eqn)
+            branches = branches_of(eqn)
             if branches is not None:
                 which, *operands = map(read, eqn.invars)
                 cases = [branch(*operands) for branch in branches]
@@ -538,7 +538,3 @@ def open_conditions(graph: Graph) -> Graph:
         return [read(atom) for atom in graph.outputs]
 
     return open_conditions(trace(run, *_types_of(map(aval_of, graph.inputs)), env=graph.env)[0])
-
-
-def _branches(eqn: JaxprEqn) -> list[Callable[..., list[Array]]] | None:
-    return None if eqn.effects else branches_of(eqn)

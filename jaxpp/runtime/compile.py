@@ -13,7 +13,6 @@ import functools
 import hashlib
 import os
 import re
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from jaxpp.errors import ArgumentError
 from jaxpp.lowering.builder import Constant
 from jaxpp.runtime.edges import put, put_at
 from jaxpp.runtime.interrupts import held
+from jaxpp.runtime.lru import LRU
 from jaxpp.runtime.place import Place
 from jaxpp.runtime.progress import progress
 from jaxpp.stages.program import Program, Ref, Role
@@ -60,25 +60,18 @@ class ExecutableCache:
     """Executables by what they do, for threads too: the ``limit`` names used last, and none after ``jax.clear_caches``."""
 
     def __init__(self, limit: int):
-        self._limit, self._lock = limit, Lock()
-        self._known: OrderedDict[Hashable, Executable] = OrderedDict()
+        self._known, self._lock = LRU[Executable](limit), Lock()
         self._probe = jax.jit(self._forget)  # a trace of it forgets, and JAX traces it again after ``jax.clear_caches``
 
     def get(self, name: Hashable) -> Executable | None:
         """The executable of this name, if there is one."""
         with self._lock:
-            executable = self._known.get(name)
-            if executable is not None:
-                self._known.move_to_end(name)
-            return executable
+            return self._known.find(name)
 
     def add(self, name: Hashable, executable: Executable) -> None:
         """Remember an executable."""
         with self._lock:
-            self._known[name] = executable
-            self._known.move_to_end(name)
-            if len(self._known) > self._limit:
-                self._known.popitem(last=False)
+            self._known.put(name, executable)
 
     def __len__(self) -> int:
         return len(self._known)

@@ -100,7 +100,7 @@ def joined_home(home: Home | Slices) -> Sharding:
     firsts = list({device.process_index: device for device in reversed(devices)}.values())
     if len(firsts) > 1:
         return NamedSharding(Mesh(np.array(firsts[::-1]), ("process",)), PartitionSpec(), memory_kind=HOST_MEMORY)
-    first = sorted(as_sharding(home.parts[0]).device_set, key=lambda device: device.id)[0]
+    first = min(as_sharding(home.parts[0]).device_set, key=lambda device: device.id)
     return SingleDeviceSharding(first, memory_kind=HOST_MEMORY)
 
 

@@ -19,10 +19,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-try:  # what ``signal`` wraps; the wrapper raises and catches an exception, which a KeyboardInterrupt would have as its context
-    _plain: Any = importlib.import_module("_signal")
-except ImportError:
-    _plain = signal
+_plain: Any = importlib.import_module("_signal")
+"""What ``signal`` wraps; the wrapper raises and catches an exception, which a KeyboardInterrupt would have as its context."""
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 """Those whose handlers raise exceptions in practice: Ctrl-C, time limits, the notices of batch systems."""

@@ -103,9 +103,8 @@ def copy_times(cut: CutLoss, places: Sequence[Place]) -> tuple[list[float], list
     devices = [place.devices[0] for place in places]
     times = np.zeros((2, len(places)), np.float32)
     for stage, (code, device) in enumerate(zip(cut.stages, devices, strict=True)):
-        reads: dict[Ref, Aval] = {}
-        for backward in code.backward.values():
-            reads |= zip(backward.then.inputs, backward.then.avals, strict=True)
+        programs = [backward.then for backward in code.backward.values()]
+        reads = {ref: aval for each in programs for ref, aval in zip(each.inputs, each.avals, strict=True)}
         kept = [aval for ref, aval in reads.items() if ref.role in (Role.RESIDUAL, Role.ACTIVATION)]
         moved = [aval for aval in kept if not jnp.issubdtype(aval.dtype, jax.dtypes.extended)]
         if moved and compiles_only(device):

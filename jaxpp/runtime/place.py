@@ -16,14 +16,14 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors import ArgumentError, is_count, shown
 from jaxpp.errors.checks import check_ranks
 from jaxpp.lowering.step import Leaves, StateLeaf
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.runtime.send import HOST_MEMORY
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.validate import check_counts, is_count
-from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, PIPE, RankAxes, axis_names
+from jaxpp.schedule.validate import check_counts
+from jaxpp.stages.axes import DATA, MODEL, ONE_DEVICE, PIPE, RankAxes, axes_of_spec, axis_names
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.program import HELD_LIKE, Program, Ref, Role
 from jaxpp.targets import compiles_only, device_name, stand_ins
@@ -207,7 +207,7 @@ class Submesh(Place):
 
     def num_parts(self, ref: Ref) -> int:
         """As many as there are devices along the axes that its sharding names."""
-        return math.prod(self.axis_sizes[axis] for entry in self.sharding(ref).spec for axis in axis_names(entry))
+        return math.prod(self.axis_sizes[axis] for axis in axes_of_spec(self.sharding(ref).spec))
 
     def replica(self, number: int) -> "Submesh":
         """A sub-mesh of one row."""
@@ -356,9 +356,8 @@ def submeshes(
     """
     if isinstance(data_parallel, Sequence) and not isinstance(data_parallel, str):
         where, rule = f"data_parallel={data_parallel!r}", "microbatch i of a replica passes through all ranks on devices of its own"
-        raise ArgumentError(
-            where, rule, "numbers of replicas for ranks", "pass one number, and cuts that give each device equal work"
-        )
+        fix = "pass one number, and cuts that give each device equal work"
+        raise ArgumentError(where, rule, "numbers of replicas for ranks", fix)
     check_counts("data_parallel, the number of replicas", {"data_parallel": data_parallel}, ArgumentError)
     if mesh is None:
         ranks = check_ranks(devices)
@@ -417,26 +416,21 @@ def axes_of(place: Place, mesh: Mesh | None, axes: AxisMap) -> RankAxes:
     Where lists of devices stand for ranks there is no such mesh, and that of the rank is in force.
     """
     sizes = {} if mesh is None else mesh.shape
-    names = [(name, axis, sizes.get(name, place.axis_sizes.get(axis, 1))) for axis, each in axes.items() for name in each]
-    names = [(name, axis, size) for name, axis, size in names if name in sizes or name != axis]
-    if mesh is not None:  # other names stand for all axes of the mesh that divide the same
-        names = [(name, axis, size if name in sizes else place.axis_sizes.get(axis, 1)) for name, axis, size in names]
+    pairs = [(name, axis) for axis, each in axes.items() for name in each if name in sizes or name != axis]
+    # A name that the mesh does not have stands for all its axes that divide the same.
+    names = [(name, axis, sizes.get(name, place.axis_sizes.get(axis, 1))) for name, axis in pairs]
     in_force = place.mesh if mesh is None and isinstance(place, Submesh) and place.num_shards > 1 else mesh
-    return RankAxes(_axes_in(place), names=tuple(names), whole=in_force)
-
-
-def axes_in(place: Place) -> RankAxes:
-    """The axes of one rank, for what names those of the widest."""
-    return RankAxes(_axes_in(place))
+    return RankAxes(mesh_in(place), names=tuple(names), whole=in_force)
 
 
 def axes_alone(axes: RankAxes, place: Place) -> RankAxes:
     """The axes of a rank of which the devices of one replica are known: ``place``."""
     names = tuple((name, axis, 1 if axis == DATA else size) for name, axis, size in axes.names)
-    return RankAxes(_axes_in(place), names=names, whole=axes.whole)
+    return RankAxes(mesh_in(place), names=names, whole=axes.whole)
 
 
-def _axes_in(place: Place) -> AbstractMesh:
+def mesh_in(place: Place) -> AbstractMesh:
+    """The axes of one rank."""
     return place.mesh.abstract_mesh if isinstance(place, Submesh) else ONE_DEVICE.devices
 
 

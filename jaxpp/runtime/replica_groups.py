@@ -79,9 +79,10 @@ class Mean:
     def _devices(self) -> np.ndarray:
         return np.asarray(self.homes[0].mesh.devices)
 
-    def program(self, group: tuple[int, ...]) -> Compiled:
-        """The compiled program of a group of replicas; of one alone it communicates nothing."""
-        return self._of(group)[0]
+    @property
+    def programs(self) -> list[tuple[str, int, Compiled]]:
+        """What each group of replicas is called, how many they are, and their program; that of one alone communicates nothing."""
+        return [(f"replicas {' '.join(map(str, group))}", len(group), self._of(group)[0]) for group in self.groups.current]
 
     def _of(self, group: tuple[int, ...]) -> tuple[Compiled, list[NamedSharding], tuple[Device, ...]]:
         if group not in self._groups:

@@ -103,11 +103,8 @@ def _sent(collective: str, devices: int, counts: Sequence[int]) -> tuple[float, 
 
 def program_roofline(kernels: Sequence[Kernel], target: GPU, devices: Sequence[Device] = ()) -> Roofline:
     """What a program takes at least, on these devices of a mesh."""
-    return (
-        Roofline(*map(sum, zip(*(kernel_roofline(kernel, target, devices) for kernel in kernels), strict=True)))
-        if kernels
-        else Roofline(0, 0, 0)
-    )
+    parts = [kernel_roofline(kernel, target, devices) for kernel in kernels] or [Roofline(0, 0, 0)]
+    return Roofline(*map(sum, zip(*parts, strict=True)))
 
 
 def likely_seconds(kernels: Sequence[Kernel], target: GPU, devices: Sequence[Device] = ()) -> float:

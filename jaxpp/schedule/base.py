@@ -171,11 +171,8 @@ def from_csv(text: str, name: str = "csv", num_groups: int | None = None) -> Sch
         raise ScheduleError(f"from_csv({shown(text)})", "the CSV is text", type(text).__name__, fix)
     line = text.strip()
     if "\n" not in line and re.search(r"[/\\]|\.\w+$", line):  # it ends as a file's name does, or has folders; no action does
-        rule, fix = (
-            "it takes the CSV itself, not the path of a file",
-            f"read the file: from_csv(pathlib.Path({text!r}).read_text())",
-        )
-        raise ScheduleError(f"from_csv({text!r})", rule, repr(text), fix)
+        fix = f"read the file: from_csv(pathlib.Path({text!r}).read_text())"
+        raise ScheduleError(f"from_csv({text!r})", "it takes the CSV itself, not the path of a file", repr(text), fix)
     rows: list[list[Action]] = []
     wrong: list[str] = []
     for number, cells in enumerate(csv.reader(text.lstrip("\ufeff").splitlines()), start=1):

@@ -62,12 +62,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     (p - 1) / (m + p - 1); residuals of min(m, p - r) microbatches on rank r. PyTorch's ``Schedule1F1B`` runs this order (its
     printed table differs on the last rank). Reference: Narayanan et al., arXiv:2104.04473, section 2.2.1 (PipeDream-Flush).
     """
-
-    def row(rank: int) -> ActionRow:
-        forwards, backwards = ([Action(rank, kind, i) for i in range(num_microbatches)] for kind in (Kind.F, Kind.B))
-        return _alternate(forwards, backwards, num_ranks - rank - 1)
-
-    return Schedule("1f1b", tuple(map(row, range(num_ranks))))
+    return Schedule("1f1b", _one_stage_a_rank(num_microbatches, range(num_ranks - 1, -1, -1)))
 
 
 def eager_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -84,12 +79,17 @@ def eager_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
     min(m, 2 (p - r) - 1) microbatches on rank r. NVIDIA's JaxPP calls the order ``Eager1F1B``. Reference: Zhuang et al., On
     Optimizing the Communication of Model Parallelism, arXiv:2211.05322.
     """
+    return Schedule("eager-1f1b", _one_stage_a_rank(num_microbatches, range(2 * (num_ranks - 1), -1, -2)))
 
-    def row(rank: int) -> ActionRow:
+
+def _one_stage_a_rank(num_microbatches: int, warm_ups: Sequence[int]) -> tuple[ActionRow, ...]:
+    """Rows that alternate after so many forwards each."""
+
+    def row(rank: int, warm_up: int) -> ActionRow:
         forwards, backwards = ([Action(rank, kind, i) for i in range(num_microbatches)] for kind in (Kind.F, Kind.B))
-        return _alternate(forwards, backwards, 2 * (num_ranks - rank - 1))
+        return _alternate(forwards, backwards, warm_up)
 
-    return Schedule("eager-1f1b", tuple(map(row, range(num_ranks))))
+    return tuple(row(rank, warm_up) for rank, warm_up in enumerate(warm_ups))
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> ActionRow:
@@ -465,10 +465,8 @@ def _find(name: str) -> Recipe:
         fix = f"use another name, or jaxpp.schedule.{_FORWARDS[name]} where nothing trains"
         raise ScheduleError(f"schedule {name!r}", rule, repr(name), fix)
     if isinstance(name, str) and name == AUTO:
-        rule, fix = (
-            "a schedule is made to measure where it is known what the stages take",
-            'pass jaxpp.Pipeline(schedule="auto"), or call jaxpp.schedule.synthesise(num_ranks, num_microbatches, forward=...)',
-        )
+        rule = "a schedule is made to measure where it is known what the stages take"
+        fix = 'pass jaxpp.Pipeline(schedule="auto"), or call jaxpp.schedule.synthesise(num_ranks, num_microbatches, forward=...)'
         raise ScheduleError(f"schedule {name!r}", rule, repr(name), fix)
     near = difflib.get_close_matches(name.lower(), [*SCHEDULES, AUTO], n=1) if isinstance(name, str) else []
     names = ", ".join(map(repr, SCHEDULES))

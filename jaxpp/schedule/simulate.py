@@ -15,7 +15,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
-from jaxpp.errors import ScheduleError
+from jaxpp.errors import ScheduleError, is_count
 from jaxpp.errors.tracebacks import entry
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
@@ -35,7 +35,6 @@ from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.draw.text import Drawing, Drawn
 from jaxpp.schedule.draw.timeline import Copied
 from jaxpp.schedule.residual_counts import lifetimes, peaks
-from jaxpp.schedule.validate import is_count
 from jaxpp.tables import html_table, table_lines
 
 _MOST = 1e100  # of a cost
@@ -253,11 +252,8 @@ def simulate(  # noqa: PLR0913  (the costs of everything)
         got, fix = f"rank_to_process={rank_to_process!r}", f"pass {schedule.num_ranks} of them, such as [rank // 8 for each rank]"
         raise ScheduleError("simulate(...)", "each rank has the number of one process, at least 0", got, fix)
     forward, input_grad, weight_grad, transfer, copy, *visits = (found or () for found in staged.values())
-    kept, cores, (overlaps, waits) = (
-        _offload(offload, schedule.num_stages),
-        _capacity(capacity),
-        _flags(overlap=overlap, queued=queued),
-    )
+    kept, cores = _offload(offload, schedule.num_stages), _capacity(capacity)
+    overlaps, waits = _flags(overlap=overlap, queued=queued)
     actions = {Kind.F: forward, Kind.I: input_grad, Kind.W: weight_grad}
     handing = dict.fromkeys(Kind, (host,) * schedule.num_stages) if host else {}
     costs = StepCosts(actions, handing, transfer, copy, visit=visits[0], visit_state=visits[1], capacity=cores)
@@ -292,11 +288,8 @@ def _capacity(value: object) -> Number:
 def _flags(**given: object) -> list[bool]:
     flags = {name: _plain(value) for name, value in given.items()}
     if wrong := [name for name, flag in flags.items() if not isinstance(flag, bool)]:
-        rule, fix = (
-            f"{' and '.join(given)} are either True or False",
-            "; ".join(f"pass {name}=True or {name}=False" for name in wrong),
-        )
-        raise ScheduleError("simulate(...)", rule, [f"{name}={given[name]!r}" for name in wrong], fix)
+        rule, got = f"{' and '.join(given)} are either True or False", [f"{name}={given[name]!r}" for name in wrong]
+        raise ScheduleError("simulate(...)", rule, got, "; ".join(f"pass {name}=True or {name}=False" for name in wrong))
     return [flag for flag in flags.values() if isinstance(flag, bool)]
 
 

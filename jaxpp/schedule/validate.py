@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
-from jaxpp.errors import JaxppError, ScheduleError, shown
+from jaxpp.errors import JaxppError, ScheduleError, is_count, shown
 from jaxpp.schedule.action import Action, Kind, parse
 from jaxpp.schedule.clock import ActionRow, Times, dependencies
 
@@ -22,13 +22,6 @@ _BITS = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _WHOLE = frozenset({1 | 2, 1 | 4 | 8})
 _RUN = 8
 _MOST_ROOTS = 1000  # stuck actions, from all of which the shortest cycle is looked for
-
-
-def is_count(value: object, least: int = 0) -> bool:
-    """Whether a value is a whole number, NumPy's included, of at least ``least``."""
-    if type(value) is int:  # asked for every action, and many times as fast
-        return value >= least
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def check_counts(where: str, counts: Mapping[str, object], error: type[JaxppError] = ScheduleError) -> None:
@@ -235,10 +228,8 @@ def check_runs(
             is_token = action.kind == Kind.F and action.microbatch != need.microbatch
             wrong.append(f"{action} needs {'the token of ' * is_token}{need}")
     cells = {(rank, k) for rank, row in enumerate(rows) for k, action in enumerate(row) if action in cycle}
-    rule, fix = (
-        "the rows must not wait for one another in a circle",
-        "order each row so that what an action needs can run before it",
-    )
+    rule = "the rows must not wait for one another in a circle"
+    fix = "order each row so that what an action needs can run before it"
     raise ScheduleError(f"schedule {name!r}", rule, wrong, fix, _mark_cells(rows, cells, {}))
 
 

@@ -99,11 +99,6 @@ class RankAxes:
 
         return PartitionSpec(*map(entry, spec))
 
-    @property
-    def whole_values(self) -> "RankAxes":
-        """The same names where no value is divided, as where parameters are made."""
-        return RankAxes(names=self.names, whole=self.whole)
-
     @cached_property
     def manual(self) -> frozenset[str]:
         """The axes over which programs are mapped, not divided by the compiler."""
@@ -511,15 +506,12 @@ class _Mover(Interpreter[Atom]):
         sizes = mapped.mesh.shape
         mine = [name for name in mapped.manual if self._divides(name) and self._rank_axis(name) not in scope.mesh.manual_axes]
         mine = [name for name in mine if sizes[name] == self._sizes[self._rank_axis(name)]]
-        named = {name for spec in mapped.specs for entry in spec for name in axis_names(entry)}.union(axes_named(mapped.body.eqns))
+        named = axes_named(mapped.body.eqns).union(*map(axes_of_spec, mapped.specs))
         able = named.intersection(mapped.manual).difference(mine)
         blocks = {name: size for name, size in sizes.items() if name in able and size > 1}
         if blocks and scope.checked:
-            rule, fix = (
-                "a map inside a map is over axes of a rank",
-                "pass check_vma=False to the outer map, or map over all axes at once",
-            )
-            raise _error(eqn, rule, f"the axis {next(iter(blocks))!r}", fix)
+            fix = "pass check_vma=False to the outer map, or map over all axes at once"
+            raise _error(eqn, "a map inside a map is over axes of a rank", f"the axis {next(iter(blocks))!r}", fix)
         checked = scope.checked | mapped.manual if mapped.checked else frozenset()
         gone = {**scope.gone, **{name: sizes[name] for name in mapped.manual.difference(mine) if name not in blocks}}
         inside = replace(scope, gone=gone, checked=checked, blocks={**scope.blocks, **blocks})
@@ -626,6 +618,11 @@ _UNSPECIFIED = jax.make_jaxpr(jax.jit(lambda: 0))().eqns[0].params["out_sharding
 def axis_names(entry: Tree) -> tuple[str, ...]:
     """The axes in an entry of a ``PartitionSpec``."""
     return entry if isinstance(entry, tuple) else () if entry is None or entry is PartitionSpec.UNCONSTRAINED else (entry,)
+
+
+def axes_of_spec(spec: PartitionSpec) -> list[str]:
+    """The axes in a ``PartitionSpec``, as often as they are there."""
+    return [axis for entry in spec for axis in axis_names(entry)]
 
 
 def _of_a_map(name: str) -> str:

@@ -13,6 +13,7 @@ from jaxpp.errors import ArgumentError, BatchError, ParamsError, StateError, sho
 from jaxpp.errors.checks import check_function
 from jaxpp.stages.axes import maps
 from jaxpp.stages.cuts.cut_loss import CutLoss
+from jaxpp.stages.loss.microbatch import raw_key
 from jaxpp.stages.program import ACCUMULATED, Ref, Role
 from jaxpp.stages.stacked import Slicing
 from jaxpp.types import Array, Batch, Key, Params, Tree
@@ -75,9 +76,8 @@ def by_hand(
             where = f"pipe.stages[{stage}].forward"
             if cut.loss.graph.communicates or maps(cut.loss.graph.eqns):
                 rule, fix = "a stage is run by hand on one device, without the others of its rank", "call pipe.step or pipe.verify"
-                what = (
-                    "collectives between replicas" if cut.loss.graph.communicates else "a jax.shard_map over the devices of a rank"
-                )
+                communicates = cut.loss.graph.communicates
+                what = "collectives between replicas" if communicates else "a jax.shard_map over the devices of a rank"
                 raise StateError(where, rule, f"a loss with {what}", fix)
             if has_state:
                 rule = "a stage is run by hand on its parameters, its input and the batch"
@@ -97,8 +97,7 @@ def _run(cut: CutLoss, stage: int, params: Sequence[Array], x: dict[int, Array],
     values |= {Ref(Role.ACTIVATION, k): value for k, value in x.items()}
     values[Ref(Role.SCALE)] = jnp.ones(())
     if key is not None:
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        values[Ref(Role.KEY)] = jax.random.key_data(key) if typed else key
+        values[Ref(Role.KEY)] = raw_key(key)
     for program in (code.statics, code.forward):
         for ref, aval in zip(program.inputs, program.avals, strict=True):
             if ref.role in ACCUMULATED:

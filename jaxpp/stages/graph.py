@@ -250,7 +250,7 @@ def partition(graph: Graph, colors: Sequence[_Color | None], homes: Mapping[Var,
         if color is not None:
             own[color].append(i)
     shared = {var: i for var, i in graph.producers().items() if colors[i] is None}
-    members = {color: _members(graph, own[color], shared, vars_) for color, vars_ in wanted.items()}
+    members = {color: needed_in(graph, shared, own[color], vars_) for color, vars_ in wanted.items()}
     inputs = {color: _inputs(graph, eqns, wanted[color]) for color, eqns in members.items()}
     read = {var for needs in inputs.values() for var in needs}  # a piece never reads what it makes itself
     return {
@@ -259,11 +259,12 @@ def partition(graph: Graph, colors: Sequence[_Color | None], homes: Mapping[Var,
     }
 
 
-def _members(graph: Graph, own: Iterable[int], shared: Mapping[Var, int], wanted: list[Var]) -> list[int]:
+def needed_in(graph: Graph, among: Mapping[Var, int], own: Iterable[int], wanted: Iterable[Var]) -> list[int]:
+    """The equations ``own``, and those ``among`` the makers given that they or the values ``wanted`` need."""
     members = set(own)
-    pending = [var for i in members for var in variables(graph.eqns[i].invars)] + wanted
+    pending = [*(var for i in members for var in variables(graph.eqns[i].invars)), *wanted]
     while pending:
-        i = shared.get(pending.pop())
+        i = among.get(pending.pop())
         if i is not None and i not in members:
             members.add(i)
             pending += variables(graph.eqns[i].invars)

@@ -297,11 +297,8 @@ def without_refs(closed: ClosedJaxpr, env: Sequence[tuple[str, int]] = ()) -> Cl
     try:
         found = _discharged(stateful, env)
     except Exception as error:
-        rule, fix = (
-            "a jax.Ref is made into values, as JAX does before it compiles",
-            "write that part without one, with .at[...].set",
-        )
-        raise LossError("jax.new_ref", rule, f"JAX says: {type(error).__name__}: {error}".rstrip("."), fix) from error
+        rule, got = "a jax.Ref is made into values, as JAX does before it compiles", f"JAX says: {type(error).__name__}: {error}"
+        raise LossError("jax.new_ref", rule, got.rstrip("."), "write that part without one, with .at[...].set") from error
     return ClosedJaxpr(_changed_inside(found.jaxpr, shown), found.consts)
 
 
@@ -451,8 +448,8 @@ def scan_of(eqn: JaxprEqn) -> Scan | None:
 
 
 def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[jax.Array]]] | None:
-    """The branches of a ``lax.cond`` or ``lax.switch`` as functions of all operands but the first; None for anything else."""
-    choice = inner_of(eqn, {"cond"})
+    """The branches of a ``lax.cond`` or ``lax.switch`` without effects, as functions of all operands but the first; else None."""
+    choice = None if eqn.effects else inner_of(eqn, {"cond"})
     return list(map(jaxpr_as_fun, choice.branches)) if isinstance(choice, Cond) else None
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from jaxpp.stages.axes import AxisEnv
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
+from jaxpp.stages.stacked import rows
 from jaxpp.types import Aval, DType
 
 # What a value is to the stage that holds it. ``FETCHED``: a residual that waits in host memory, or is back from there.
@@ -128,8 +129,7 @@ class Pack:
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """Where each array begins and ends."""
-        ends = list(itertools.accumulate(math.prod(aval.shape) for aval in self.avals))
-        return tuple(zip([0, *ends[:-1]], ends, strict=True))
+        return tuple(rows([math.prod(aval.shape) for aval in self.avals]))
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 
-from jaxpp.errors import ArgumentError, shown
+from jaxpp.errors import ArgumentError, is_count, shown
 from jaxpp.errors.tracebacks import entries
 from jaxpp.stages.axes import AxisEnv
 from jaxpp.stages.cost import count_bytes, product_flops
+from jaxpp.stages.floating import has_gradient
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.jaxpr import (
     LAYOUT,
@@ -56,9 +56,7 @@ from jaxpp.types import Aval, Policy
 
 _Eqns = Collection[int]  # the numbers of equations
 _MOVED = 1e-3  # what I does in W's place is done once all the same: a price only so that W keeps what it can
-_BUFFER = (
-    1 + 1 / 32
-)  # of nearly equal bytes, what a product made is kept: it is in memory, and the others would be written beside it
+_BUFFER = 1 + 1 / 32  # of nearly equal bytes, what a product made is kept: it is in memory, the others would be written beside it
 _LATER = 1 + 1 / 256  # what I computes for W is there twice while I runs: what it only holds is a little cheaper
 
 
@@ -300,10 +298,8 @@ class Budget(Least):
         may, written = settled(graph, {*stage.forward, *stage.free}, products=True), self._written(stage)
         base = [self._price(eqn) if ok else math.inf for eqn, ok in zip(graph.eqns, may, strict=True)]
         later = [1 + _LATER_COSTS * i / len(graph.eqns) for i in range(len(graph.eqns))]  # or all layers would change at one price
-        written = [
-            sum(map(count_bytes, map(aval_of, eqn.outvars))) if is_written(eqn) else size
-            for eqn, size in zip(graph.eqns, written, strict=True)
-        ]
+        whole = [sum(map(count_bytes, map(aval_of, eqn.outvars))) for eqn in graph.eqns]
+        written = [full if is_written(eqn) else size for eqn, full, size in zip(graph.eqns, whole, written, strict=True)]
         traffic = self.written * _FLOPS_A_BYTE
         work = [more * (product_flops(eqn) + traffic * size) for more, eqn, size in zip(later, graph.eqns, written, strict=True)]
 
@@ -408,18 +404,14 @@ _LEFT = frozenset({"checkpoint", "scan", "while", "cond", "name", "shard_map"})
 
 
 def _is_plain(eqn: JaxprEqn) -> bool:
-    floating = any(jnp.issubdtype(aval_of(var).dtype, jnp.inexact) for var in eqn.outvars)
-    return floating and not eqn.effects and _LEFT.isdisjoint(map(kind_of, _inside(eqn))) and not _chooses(eqn)
+    floating, inside = any(has_gradient(aval_of(var)) for var in eqn.outvars), list(all_equations([eqn]))[1:]
+    return floating and not eqn.effects and _LEFT.isdisjoint(map(kind_of, inside)) and not _chooses(eqn)
 
 
 def _chooses(eqn: JaxprEqn) -> bool:
     """Whether all products of a loop are in functions with a derivative of their own, and there are some."""
     inside = [inner for body in inner_jaxprs(eqn) for inner in body.eqns if multiplies(inner)]
     return bool(inside) and all(kind_of(inner) == "custom_vjp" for inner in inside)
-
-
-def _inside(eqn: JaxprEqn) -> list[JaxprEqn]:
-    return list(all_equations([eqn]))[1:]
 
 
 def _checkpointed(body: ClosedJaxpr, policy: Policy, env: AxisEnv) -> ClosedJaxpr:
@@ -475,7 +467,7 @@ class Offload:
             rule, fix = "recompute says whether a stage keeps its inputs only", "pass recompute=True, or leave it out"
             raise ArgumentError(f"Offload(recompute={self.recompute!r})", rule, repr(self.recompute), fix)
         value = self.except_last
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < 0:
+        if not is_count(value):
             rule = "except_last says of how many microbatches the residuals stay on the device, a whole number of at least 0"
             raise ArgumentError(f"Offload(except_last={value!r})", rule, repr(value), "pass except_last=1, or leave it out")
 

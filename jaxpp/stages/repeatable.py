@@ -101,11 +101,6 @@ def is_written(eqn: JaxprEqn) -> bool:
     return kind_of(eqn) in _WRITTEN
 
 
-def is_smooth(eqn: JaxprEqn) -> bool:
-    """Whether a small difference of an equation's operands makes a small difference of its results."""
-    return kind_of(eqn) in _SMOOTH and not is_decision(eqn)
-
-
 def may_repeat(name: str, operands: Sequence[Aval], new_dtype: DType | None = None) -> bool:
     """Whether an operation may be run again where nothing is known of its operands."""
     rounded = any(_is_inexact(aval.dtype) for aval in operands)
@@ -156,7 +151,8 @@ def settled(graph: Graph, before: Collection[int], *, products: bool = False) ->
     """Whether each equation may be run again, but not what the backward (not ``before``) reads in a decision."""
     may, levels, producers = repeatable(graph, products=products), rounding(graph, products=products), graph.producers()
     for i, eqn in enumerate(graph.eqns):
-        if i not in before and not is_smooth(eqn):
+        smooth = kind_of(eqn) in _SMOOTH and not is_decision(eqn)  # a small difference of operands makes a small one of results
+        if i not in before and not smooth:
             for var in variables(eqn.invars):
                 if var in producers and levels.get(var, EXACT) != EXACT:
                     may[producers[var]] = False

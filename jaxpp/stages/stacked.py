@@ -176,12 +176,8 @@ class Slicing(NamedTuple):
 
 def slicing_of(*divisions: Sequence[tuple[int, ...]], axes: Sequence[int] = ()) -> Slicing:
     """The leaves sliced wherever one of the divisions slices them: the sizes of each leaf's slices, empty for a whole leaf."""
-    return Slicing(tuple(map(_divided, zip(*divisions, strict=True))), tuple(axes))
-
-
-def _divided(divisions: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    ends = sorted({end for sizes in divisions for end in itertools.accumulate(sizes)})
-    return tuple(b - a for a, b in itertools.pairwise([0, *ends]))
+    ends = [sorted({end for sizes in of_leaf for end in itertools.accumulate(sizes)}) for of_leaf in zip(*divisions, strict=True)]
+    return Slicing(tuple(tuple(b - a for a, b in itertools.pairwise([0, *of_leaf])) for of_leaf in ends), tuple(axes))
 
 
 def _sliced(leaf: Leaf, sizes: Sequence[int], axis: int) -> Slices:

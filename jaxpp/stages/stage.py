@@ -9,7 +9,7 @@ falls out of an equation of I (a ``scan``) is summed there. A stage whose input 
 """
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -23,8 +23,8 @@ from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.cost import count_bytes, count_flops, product_flops
 from jaxpp.stages.estimate import CPU_RATES, Rates, Work, works_of
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
-from jaxpp.stages.floating import is_quantised
-from jaxpp.stages.graph import Graph, Piece, descendants, live, partition, trace
+from jaxpp.stages.floating import has_gradient, is_quantised
+from jaxpp.stages.graph import Graph, Piece, descendants, live, needed_in, partition, trace
 from jaxpp.stages.jaxpr import CHEAP, LAYOUT, Atom, aval_of, calls_host, kind_of, module_path, shapes_of, variables
 from jaxpp.stages.loss.aux import Reducer
 from jaxpp.stages.loss.microbatch import scale_dtype
@@ -75,6 +75,12 @@ class StageCode:
     def costs(self) -> Mapping[str, float]:
         """Seconds that one F, B, I or W takes on the devices that it was cut for, estimated."""
         return self.costs_at(self.rates)
+
+    @cached_property
+    def reads(self) -> Mapping[Ref, Aval]:
+        """The shape of each value that its programs take, those of a microbatch too."""
+        programs = [self.statics, self.forward, *(backward.then for backward in self.backward.values())]
+        return {ref: aval for each in programs for ref, aval in zip(each.inputs, each.avals, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -352,10 +358,10 @@ class StagePrograms:
         """Divide the equations of the backward into the pieces of I and W; the half that returns each of its results."""
         graph = self.traced.graph
         results = list(zip(self._backward_atoms, (ref.role == Role.ACTIVATION for ref in self.traced.returned), strict=True))
-        cotangents = {atom for atom, direct in results if direct and isinstance(atom, Var)}
+        cotangents = set(variables(atom for atom, direct in results if direct))
         backward = {i for i, color in enumerate(colors) if color == BACKWARD}
         again = self.again.intersection(self._piece(BACKWARD).eqns)
-        needed = _needed(graph, backward, cotangents)
+        needed = set(needed_in(graph, {var: i for var, i in graph.producers().items() if i in backward}, (), cotangents))
         parts = [_INPUT if i in needed else _WEIGHT if i in backward else color for i, color in enumerate(colors)]
         made = cotangents.union(*(graph.eqns[i].outvars for i in needed))
         if needed:
@@ -418,7 +424,8 @@ class StagePrograms:
         held = {Ref(Role.AUX, leaf): Ref(Role.ROWS, leaf) for leaf in self._builder.options.reducers}
         outputs = [held.get(ref, ref) for ref in self.traced.results]
         atoms = [(k, self._forward_atoms[k]) for k, ref in enumerate(outputs) if ref.role in (Role.LOSS, Role.AUX)]
-        return outputs, {k: Summands(_average_like(aval_of(atom)), (atom,)) for k, atom in atoms}
+        dtypes = {k: aval_of(atom).dtype if has_gradient(aval_of(atom)) else scale_dtype() for k, atom in atoms}  # of an average
+        return outputs, {k: Summands(jax.ShapeDtypeStruct(aval_of(atom).shape, dtypes[k]), (atom,)) for k, atom in atoms}
 
     def backward(self, kind: str, packs: Sequence[Pack]) -> Backward | None:
         """The program of B, I or W; None if it has nothing to do."""
@@ -523,11 +530,8 @@ class StagePrograms:
         shapes += tuple(jax.ShapeDtypeStruct((), jnp.float32) for _ in scaled)
         if not added:
             return Program(run, names, tuple(outputs), shapes, env=self.traced.graph.env)
-        skips, split, packs = (
-            self._builder.options.skips,
-            len(names),
-            [pack for pack in packs if not set(pack.members).isdisjoint(outputs)],
-        )
+        skips, split = self._builder.options.skips, len(names)
+        packs = [pack for pack in packs if not set(pack.members).isdisjoint(outputs)]
         members = {ref for pack in packs for ref in pack.members}
         sums = {outputs[k]: summands.sum for k, summands in added.items() if outputs[k] not in members}
         sums |= {pack.ref: pack.aval for pack in packs}
@@ -559,20 +563,3 @@ def _reads(results: Sequence[Atom], added: _Added) -> list[Atom]:
 
 def _divided(values: Sequence[_T], flags: Sequence[int]) -> tuple[list[_T], list[_T]]:
     return list(itertools.compress(values, flags)), [value for value, flag in zip(values, flags, strict=True) if not flag]
-
-
-def _needed(graph: Graph, backward: Collection[int], cotangents: Iterable[Atom]) -> set[int]:
-    producers = graph.producers()
-    needed: set[int] = set()
-    pending = variables(cotangents)
-    while pending:
-        i = producers.get(pending.pop())
-        if i is not None and i in backward and i not in needed:
-            needed.add(i)
-            pending += variables(graph.eqns[i].invars)
-    return needed
-
-
-def _average_like(aval: Aval) -> jax.ShapeDtypeStruct:
-    inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype if inexact else scale_dtype())

@@ -306,9 +306,8 @@ def _read_manifest(where: str, manifest: Json) -> tuple[dict[Hashable, tuple[str
         rows, forms = [(_decoded(name), folder, number) for name, folder, number in manifest["sets"]], list(manifest["forms"])
         sets = {name: (folder, number) for name, folder, number in rows}
         right = [version == _FORMAT, len(sets) == len(rows)]  # equal names would be one set
-        right += [
-            isinstance(folder, str) and type(number) is int and number in range(len(forms)) for folder, number in sets.values()
-        ]
+        every = range(len(forms))
+        right += [isinstance(folder, str) and type(number) is int and number in every for folder, number in sets.values()]
         named = Counter(folder for _, folder, _ in rows)
         if twice := [f"{name!r}: {folder}" for name, folder, _ in rows if named[folder] > 1]:
             raise BankError(where, "each set has a folder of its own", twice, _MANIFEST[1])

@@ -25,7 +25,7 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxpp.errors import BankError
+from jaxpp.errors import BankError, is_count
 from jaxpp.runtime.edges import to_device, to_host, unaliased
 from jaxpp.runtime.interrupts import Hold
 from jaxpp.stages.cost import count_bytes
@@ -211,7 +211,7 @@ class HostStore:
     """Sets of arrays by name, on the host, with at most ``slots`` copies on the device for each row, always with the same homes."""
 
     def __init__(self, slots: int = 2):
-        if not isinstance(slots, int) or isinstance(slots, bool) or slots < 1:
+        if not is_count(slots, least=1):
             fix = "pass slots=2: one set to compute with, one that is prefetched"
             raise BankError(f"slots={slots!r}", "a device needs a slot for the set in use", f"slots={slots!r}", fix)
         self.slots, self.traffic = slots, Traffic()

@@ -131,10 +131,8 @@ class ReplicaSets:
         nodes = _nodes_of_set(engine)
         self._sliced = jax.tree.structure(nodes) if any(map(is_slices, nodes)) else None
         if jax.process_count() > 1 and self._sliced is not None:
-            rule, got = (
-                "in several processes, each leaf of a set is whole in one of them",
-                "a boundary inside a loop over its layers",
-            )
+            rule = "in several processes, each leaf of a set is whole in one of them"
+            got = "a boundary inside a loop over its layers"
             raise CutError("theta[t]", rule, got, "pass cuts=[...] outside of it, or fewer stages")
         self.engine = engine
         names, placement = engine.placed.names.own, engine.placement

@@ -51,14 +51,10 @@ def with_previous(lines: Sequence[Line], stale: Collection[int]) -> list[Line]:
     """Lines that read these parameters as they were before the last step."""
 
     def of(names: Sequence[Name]) -> tuple[Name, ...]:
-        return tuple(as_previous(name) if name.ref.role == Role.PARAM and name.ref.index in stale else name for name in names)
+        pairs = ((name, name.ref.role == Role.PARAM and name.ref.index in stale) for name in names)
+        return tuple(name._replace(ref=name.ref._replace(role=Role.PREVIOUS)) if late else name for name, late in pairs)
 
     return [replace(line, inputs=of(line.inputs), outputs=of(line.outputs)) for line in lines]
-
-
-def as_previous(name: Name) -> Name:
-    """What a parameter is called as it was before the last step."""
-    return name._replace(ref=name.ref._replace(role=Role.PREVIOUS))
 
 
 def _places_in_flow(schedule: Schedule) -> dict[tuple[Action, bool], int]:

@@ -261,7 +261,7 @@ class Profile(Drawn):
         times: defaultdict[tuple[Kind, int], list[float]] = defaultdict(list)
         for action, time in durations.items():
             times[alike[action]].append(float(time))
-        equal = {action: _mean(times[alike[action]]) for action in durations}
+        equal = {action: statistics.fmean(times[alike[action]]) for action in durations}
         found = idle_causes(rows, self.schedule.stage_to_rank, self.measured, equal, busy, self.seconds, self.awaited)
         rests = (self.seconds - time - sum(idle) for idle, time in zip(found, busy, strict=True))
         if self.schedule.forward_only:
@@ -400,7 +400,8 @@ class Profile(Drawn):
             took = f"at least one was under way for {_milli(covered(self.copies))} ms"
             lines.append(f"{what}; {took}; waiting for them counts as waiting for transfers")
         slow, num_stages, times = [], self.schedule.num_stages, self.measured.durations
-        forwards = [_mean([float(t) for a, t in times.items() if a[:2] == (stage, Kind.F)]) for stage in range(num_stages)]
+        found = [[float(t) for a, t in times.items() if a[:2] == (stage, Kind.F)] for stage in range(num_stages)]
+        forwards = [statistics.fmean(each or [0.0]) for each in found]
         for stage, copy in enumerate(self.copy_seconds):
             takes = f"{_milli(copy)} ms, longer than a forward that could hide it ({_milli(forwards[stage])} ms)"
             if copy > forwards[stage]:
@@ -438,10 +439,6 @@ def _medians(spans: Sequence[tuple[int, Span]], count: int) -> tuple[float, ...]
     for number, span in spans:
         found[number].append(span.end - span.start)
     return tuple(statistics.median(times) if times else 0.0 for times in found)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def _milli(seconds: float) -> str:

@@ -60,9 +60,8 @@ def gather(tree: Tree, device: Device | None = None) -> Tree:
     if not isinstance(device, (jax.Device, Sharding, NoneType)):
         fix = "pass one of jax.devices(), such as jax.devices()[0], or leave it out"
         raise ArgumentError("jaxpp.gather(tree, device)", "a tree is gathered on one of JAX's devices", shown(device), fix)
-    refuse_compile_only(
-        "jaxpp.gather(tree, device)", () if device is None else devices_in(device), "pass one of jax.devices(), or leave device out"
-    )
+    asked = () if device is None else devices_in(device)
+    refuse_compile_only("jaxpp.gather(tree, device)", asked, "pass one of jax.devices(), or leave device out")
     targets, me = first_devices(), jax.process_index()
     goal = targets[me] if device is None else device
     if jax.process_count() == 1:

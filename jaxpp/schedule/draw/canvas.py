@@ -44,9 +44,8 @@ def has_matplotlib() -> bool:
 def matplotlib_module(module: str) -> Any:
     """A module of matplotlib, or an error that says how to install it."""
     if not has_matplotlib():
-        raise ImportError(
-            'figures need matplotlib, which is not installed. Fix: pip install -e ".[figures]" in the checkout of jaxpp'
-        )
+        fix = 'pip install -e ".[figures]" in the checkout of jaxpp'
+        raise ImportError(f"figures need matplotlib, which is not installed. Fix: {fix}")
     return importlib.import_module(f"matplotlib.{module}")
 
 

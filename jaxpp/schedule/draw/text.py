@@ -111,7 +111,7 @@ class Drawn:
         pebble_gif(bars, stage_to_rank, heading, path)
 
     def _repr_html_(self) -> str:
-        return self._picture_html() if has_matplotlib() else f"<pre>{html.escape(str(self))}</pre>"
+        return self._picture_html() or f"<pre>{html.escape(str(self))}</pre>"
 
     def _picture_html(self) -> str:
         """The figure as SVG or pixels, no wider than the page; nothing without matplotlib."""

@@ -110,9 +110,7 @@ class _Run:
         debts = sorted(due, key=lambda offer: (self.done[WEIGHT][offer.stage], -offer.stage))
         if not soon:
             return debts[0]
-        best = min(
-            soon, key=lambda offer: (*self.rule.rank(offer.kind, offer.stage, self.done[offer.kind][offer.stage]), offer.start)
-        )
+        best = min(soon, key=lambda of: (*self.rule.rank(of.kind, of.stage, self.done[of.kind][of.stage]), of.start))
         gap = math.inf if self.rule.weights_first else best.start - start
         return debts[0] if debts and gap >= self.work.durations[WEIGHT][debts[0].stage] / 2 else best
 

@@ -50,6 +50,7 @@ from jaxpp.stages.jaxpr import (
     user_line,
     variables,
 )
+from jaxpp.stages.loss.microbatch import raw_key
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.types import Leaf
 
@@ -316,9 +317,8 @@ def _values(array: Leaf) -> np.ndarray | None:
     """The values of an array that a function closed over; None where they are not here."""
     if isinstance(array, Tracer) or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return None
-    is_key = jnp.issubdtype(jax.dtypes.result_type(array), jax.dtypes.prng_key)
     with jax.ensure_compile_time_eval():  # whoever asks may be traced, as the weights of microbatches are
-        return np.asarray(jax.random.key_data(array) if is_key else array)
+        return np.asarray(raw_key(array))
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
@@ -751,9 +751,8 @@ class _Follower(Interpreter[Value]):
 
     def _iota(self, at: _Equation) -> Value:
         placed = _param(at.eqn, "dimension") in at.out.axes
-        return Value(
-            placed=placed, index=placed and len(at.out.axes) == 1 and math.prod(at.out.shape) == at.out.shape[at.out.axes[0]]
-        )
+        axes, shape = at.out.axes, at.out.shape
+        return Value(placed=placed, index=placed and len(axes) == 1 and math.prod(shape) == shape[axes[0]])
 
     def _concatenate(self, at: _Equation) -> Value:
         axis, values = _param(at.eqn, "dimension"), at.values
@@ -790,11 +789,8 @@ class _Follower(Interpreter[Value]):
     def _slice(self, at: _Equation) -> Value:
         operand, value = at.operands[0], at.operands[0].value
         if value.kind == Relation.SAME:
-            return replace(
-                value,
-                placed=value.placed or (bool(at.out.axes) and not operand.axes),
-                index=value.index and at.out.shape == operand.shape,
-            )
+            placed = value.placed or (bool(at.out.axes) and not operand.axes)
+            return replace(value, placed=placed, index=value.index and at.out.shape == operand.shape)
         if value.kind != Relation.ROWS or not operand.axes:
             return value
         axis = operand.axes[0]
@@ -822,9 +818,8 @@ class _Follower(Interpreter[Value]):
         if all(value.kind == Relation.SAME for value in (operand.value, *indices)):
             return replace(operand.value, placed=operand.value.placed or (bool(at.out.axes) and not operand.axes), index=False)
         if operand.value.kind in _REDUCED:
-            return (
-                operand.value if all(value.kind == Relation.SAME for value in indices) else self._applied("dynamic_slice", indices)
-            )
+            same = all(value.kind == Relation.SAME for value in indices)
+            return operand.value if same else self._applied("dynamic_slice", indices)
         return self._rows_of(operand.value, indices)
 
     def _rows_of(self, value: Value, indices: Sequence[Value]) -> Value:
@@ -861,11 +856,8 @@ class _Follower(Interpreter[Value]):
         if axis in named.operand_batching_dims:
             return value if indices.axes else self._mixed("some of the examples are taken by an index")
         if axis in named.start_index_map and _param(at.eqn, "slice_sizes")[axis] != operand.shape[axis]:
-            return (
-                value
-                if self._numbers(indices, named.start_index_map.index(axis))
-                else self._mixed("examples are taken by an index")
-            )
+            taken = self._numbers(indices, named.start_index_map.index(axis))
+            return value if taken else self._mixed("examples are taken by an index")
         return value if not indices.axes else self._mixed("examples are compared with each other")
 
     def _numbers(self, indices: _Operand, column: int) -> bool:
@@ -977,12 +969,8 @@ class _Follower(Interpreter[Value]):
         mapped, second = shard_map_of(at.eqn), shard_map_of(at.other)
         if mapped is None or second is None:
             raise _Foreign
-        entries = [
-            spec[axis]
-            for spec, each in zip(mapped.specs, (*at.operands, *at.outs), strict=True)
-            for axis in each.axes
-            if axis < len(spec)
-        ]
+        pairs = zip(mapped.specs, (*at.operands, *at.outs), strict=True)
+        entries = [spec[axis] for spec, each in pairs for axis in each.axes if axis < len(spec)]
         divided = {name for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))}
         shards = self._shards | mapped.manual.difference(divided)
         return self.call((ClosedJaxpr(mapped.body, []), ClosedJaxpr(second.body, [])), at.values, shards=shards)
@@ -1132,13 +1120,6 @@ def _sums(body: Jaxpr, first: int) -> set[int]:
     return sums
 
 
-OPAQUE = frozenset(
-    "after_all create_token call_exported core_map custom_lin custom_partitioning debug_callback debug_print eval_jaxpr ffi_call "
-    "get io_callback linear_call pallas_call polynomial pure_callback ragged_all_to_all reduce run_state select_and_scatter "
-    "swap".split()
-)
-"""Primitives of which nobody knows what they do with the examples that they read: a function of the host, a kernel, a state."""
-
 KNOWN = _Follower.enters.union(_RULES, _UNIFORM)
 """The primitives whose equations are followed."""
 
@@ -1270,11 +1251,8 @@ def written(loss: TracedLoss, var: Var, leaves: Sequence[str]) -> str | None:
             bounds = zip(eqn.params["start_indices"], eqn.params["limit_indices"], aval_of(eqn.invars[0]).shape, strict=True)
             windows = [f"{start or ''}:" + ("" if stop == size else f"{stop - size}") for start, stop, size in bounds]
             return f"{parts[0]}[{', '.join(windows)}]"
-        return (
-            parts[0]
-            if kind in ("convert_element_type", "broadcast_in_dim", "squeeze", "copy", "stop_gradient", "reshape")
-            else None
-        )
+        moves = ("convert_element_type", "broadcast_in_dim", "squeeze", "copy", "stop_gradient", "reshape")
+        return parts[0] if kind in moves else None
 
     return text(var)
 

@@ -76,7 +76,8 @@ class Microbatches:
             got = f"an array of {len(batches)}" if isinstance(batches, (Array, np.ndarray)) else type(batches).__name__
             raise BatchError(where, rule, got, "pass jaxpp.Microbatches([first, second, ...])")
         whole = isinstance(batches, (list, tuple))  # an iterator may fill the arrays of an item again for the next
-        self.batches = tuple(batch if whole else jax.tree.map(_unshared, batch) for batch in batches)
+        copied = None if whole else lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+        self.batches = tuple(batch if copied is None else jax.tree.map(copied, batch) for batch in batches)
         if not self.batches:
             raise BatchError(where, rule, "none", "leave out a step without microbatches")
         first = jax.tree.structure(self.batches[0])
@@ -132,10 +133,6 @@ class Microbatches:
         *batches, self.weights = children
         self.batches = tuple(batches)
         return self
-
-
-def _unshared(leaf: Leaf) -> Leaf:
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def first_of(batch: Batch) -> Batch:
@@ -245,9 +242,8 @@ def check_batch(
     where = f"{called}, num_microbatches={num_microbatches}"
     if size % num_replicas:
         rule, fix = "each replica gets as many examples as the others", max(size - size % num_replicas, num_replicas)
-        raise BatchError(
-            f"{called}{per_replica}", rule, f"{counted} for {num_replicas} replicas", f"pass a batch of {fix} examples"
-        )
+        got = f"{counted} for {num_replicas} replicas"
+        raise BatchError(f"{called}{per_replica}", rule, got, f"pass a batch of {fix} examples")
     if num_replicas > 1 and size // num_replicas < num_microbatches:
         rule = "each microbatch of each replica needs at least one example"
         fix = f"pass a batch of {num_replicas * num_microbatches} examples or more"
@@ -374,6 +370,11 @@ def fold_keys(
     numbers = first + jnp.arange(count)
     folded = jax.vmap(fold)(numbers) if same else jax.lax.map(fold, numbers)
     return [folded[i] for i in range(count)]
+
+
+def raw_key(leaf: Leaf) -> Leaf:
+    """A key as the array of integers that programs take; any other leaf as it is."""
+    return jax.random.key_data(leaf) if jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key) else leaf
 
 
 def scale_dtype() -> DType:

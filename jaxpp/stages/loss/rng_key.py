@@ -103,9 +103,8 @@ def _check_call(loss_fn: LossFn, before: int, argument: KeyArgument, called: str
     signature = _signature(loss_fn)
     if signature is None:
         return
-    arguments = {3: "params, model_state or task_params, batch", 4: "params, task_params, model_state, batch"}.get(
-        before, "params, batch"
-    )
+    known = {3: "params, model_state or task_params, batch", 4: "params, task_params, model_state, batch"}
+    arguments = known.get(before, "params, batch")
     rule = f"{'the loss' if called == 'loss_fn' else 'it'} is called as {called}({arguments}[, key])"
     by_position = argument.name is not None and not argument.by_keyword
     names = list(signature.parameters)[: before + 1]

@@ -191,11 +191,11 @@ class TracedLoss:
         graph, wanted = self.graph, {var for k, var in enumerate(self.params) if k not in self.frozen}
         for eqn in graph.eqns:
             if kind_of(eqn) != "stop_gradient" and not wanted.isdisjoint(variables(eqn.invars)):
-                wanted.update(filter(_is_inexact, eqn.outvars))
+                wanted.update(var for var in eqn.outvars if has_gradient(aval_of(var)))
         reaching = set(variables(graph.outputs[:1]))
         for eqn in reversed(graph.eqns):
             if kind_of(eqn) != "stop_gradient" and not reaching.isdisjoint(eqn.outvars):
-                reaching.update(filter(_is_inexact, variables(eqn.invars)))
+                reaching.update(var for var in variables(eqn.invars) if has_gradient(aval_of(var)))
         return wanted & reaching
 
     @cached_property
@@ -410,10 +410,6 @@ def _shared_prefix(paths: Sequence[str]) -> str:
     if any(path[len(shared) :].lstrip("/")[:1].isdigit() for path in paths):  # a list of layers: its name says more than numbers
         return posixpath.dirname(shared)
     return shared
-
-
-def _is_inexact(var: Var) -> bool:
-    return jnp.issubdtype(aval_of(var).dtype, jnp.inexact)
 
 
 _WORTH = 8
@@ -719,9 +715,8 @@ def check_bits(leaves: Sequence[tuple[KeyPath, Leaf]]) -> None:
     """Refuse leaves of numbers smaller than a byte: JAX gives them another layout than programs compiled ahead of time want."""
     kinds = (jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)
     bits = [next((of(leaf.dtype).bits for kind, of in kinds if jnp.issubdtype(leaf.dtype, kind)), 8) for _, leaf in leaves]
-    small = [
-        f"params{jax.tree_util.keystr(path)}: {describe(leaf)}" for (path, leaf), size in zip(leaves, bits, strict=True) if size < 8
-    ]
+    narrow = [leaf for leaf, size in zip(leaves, bits, strict=True) if size < 8]
+    small = [f"params{jax.tree_util.keystr(path)}: {describe(leaf)}" for path, leaf in narrow]
     if small:
         rule = "the numbers of a parameter have at least a byte each, for JAX cannot pass smaller ones to a compiled program"
         fix = "keep two in each number of a uint8 array, and take them apart where they are used, with q & 0xF and q >> 4"

@@ -1,4 +1,4 @@
-"""A cache of what was used last: of what is traced, cut, lowered and compiled, by shapes."""
+"""A cache of what was used last: of executables by what they do; of what is traced, cut and lowered, by shapes."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable

@@ -1,6 +1,6 @@
 """What is kept by shapes: what was used last."""
 
-from jaxpp.engine.lru import LRU
+from jaxpp.runtime.lru import LRU
 
 
 def test_the_least_recently_used_is_forgotten():
