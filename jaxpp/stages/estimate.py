@@ -102,10 +102,10 @@ def rates_of(device: Device) -> Rates:
     return Rates(numbers.peaks, numbers.bandwidth, links.peer, links.network, links.host, _KERNELS * KERNEL, numbers)
 
 
-class Work(NamedTuple):
+class EquationWork(NamedTuple):
     """What an equation does, on whatever device: a kernel of its own, a part of a fusion, or a loop with others inside."""
 
-    inside: tuple[tuple["Work", ...], ...] = ()  # the works of each body
+    inside: tuple[tuple["EquationWork", ...], ...] = ()  # the works of each body
     times: int = 1  # that these run
     eqn: JaxprEqn | None = None  # None of loops and branches, and of what takes no time
     num_bytes: int = 0  # that it reads and writes
@@ -124,7 +124,7 @@ def seconds_of(eqns: Sequence[JaxprEqn], results: Collection[Atom], rates: Rates
     return [work.seconds(rates) for work in works_of(eqns, results)]
 
 
-def works_of(eqns: Sequence[JaxprEqn], results: Collection[Atom]) -> list[Work]:
+def works_of(eqns: Sequence[JaxprEqn], results: Collection[Atom]) -> list[EquationWork]:
     """What each equation of a program that returns ``results`` does.
 
     What several fused equations read counts at the first of them, what they write at the equation that makes it. A loop takes as
@@ -138,7 +138,7 @@ def works_of(eqns: Sequence[JaxprEqn], results: Collection[Atom]) -> list[Work]:
     for eqn in eqns:
         inside = tuple(tuple(works_of(jaxpr.eqns, jaxpr.outvars)) for jaxpr in inner_jaxprs(eqn))
         if inside or _is_view(eqn):
-            works.append(Work(inside, length_of(eqn) or 1))
+            works.append(EquationWork(inside, length_of(eqn) or 1))
             continue
         operands, made = seen(eqn.invars), list(eqn.outvars)
         if kind_of(eqn) == "gather":  # rows of its first operand, not all of it
@@ -150,7 +150,7 @@ def works_of(eqns: Sequence[JaxprEqn], results: Collection[Atom]) -> list[Work]:
             operands = [var for var in operands if var not in read]
             read.update(operands)
         moved = sum(count_bytes(aval_of(var)) for var in (*operands, *made))
-        works.append(Work((), 1, eqn, moved, bool(made) or not _fuses(eqn)))  # a fusion counts where it writes
+        works.append(EquationWork((), 1, eqn, moved, bool(made) or not _fuses(eqn)))  # a fusion counts where it writes
     return works
 
 

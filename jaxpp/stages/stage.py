@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jaxpp.stages.axes import RankAxes
 from jaxpp.stages.cost import count_bytes, count_flops, product_flops
-from jaxpp.stages.estimate import CPU_RATES, Rates, Work, works_of
+from jaxpp.stages.estimate import CPU_RATES, EquationWork, Rates, works_of
 from jaxpp.stages.fingerprint import ComparableFunction, fingerprint
 from jaxpp.stages.floating import has_gradient, is_quantised
 from jaxpp.stages.graph import Graph, Piece, descendants, live, needed_in, partition, trace
@@ -135,7 +135,7 @@ class StageBuilder:
     made: Mapping[Var, int] = field(default_factory=dict)  # the stage that makes each of them
     looped: dict[RematPolicy, list[Graph]] = field(default_factory=dict)  # the loss with its loops as a policy would have them
     traced: dict[Hashable, Graph] = field(default_factory=dict)  # stages with their pullback, by what tells equal ones
-    works: dict[Hashable, tuple[Sequence[JaxprEqn], list[Work]]] = field(default_factory=dict)  # of pieces of these
+    works: dict[Hashable, tuple[Sequence[JaxprEqn], list[EquationWork]]] = field(default_factory=dict)  # of pieces of these
 
     def build(self, stage: int, piece: Piece) -> StageCode:
         """The programs of the stage that runs ``piece``."""

@@ -417,7 +417,7 @@ class _Steps(Steps):
     def _first(self) -> Leaves[Array]:
         engine, names, homes = self.engine, self.engine.placed.names, self.engine.placed.homes
         leaves = first_leaves(engine, InitArguments(self._variables(), self.batch, None, "jaxpp.tune"), names, homes)
-        return leaves._replace(opt=engine.make_opt_state(leaves.all_params), loss_scale=engine.make_loss_scale())
+        return engine.first_state(leaves._replace(opt=engine.make_opt_state(leaves.all_params)))
 
     def step(self, observer: Stamps | None = None) -> SeenStep:
         self.leaves = self._first() if self.leaves is None else self.leaves

@@ -762,9 +762,10 @@ class Trained:
             self.made["stream"] = list(pipe.stream(state, self.batches[number:], self.fn, *key, **alone))
         if case.get("forecast"):
             first = (self.params[0], self.model.model_state) if case.get("state") else self.params[0]
-            if not all(peak > 0 for peak in pipe.forecast(first, *args).peaks.values()):
+            forecast = pipe.forecast(first, *args)
+            if not all(peak > 0 for peak in forecast.peaks.values()):
                 raise WrongError("a forecast of nothing")
-            if not (str(pipe.stages) and repr(state) and repr(pipe)):
+            if not (str(forecast) and str(pipe.stages) and repr(state) and repr(pipe)):
                 raise WrongError("nothing to print")
         if case.get("verify"):
             for each in self.pipes.values():

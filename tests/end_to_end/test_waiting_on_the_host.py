@@ -27,7 +27,10 @@ from jaxpp.schedule.action import Action, Kind
 from jaxpp.stages.program import Ref, Role
 from tests.random_models import random_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:delay=1. where (no rank has room|parameters visit):jaxpp.OptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:delay=1. where (no rank has room|parameters visit):jaxpp.OptionWarning"),
+    pytest.mark.filterwarnings("ignore:host=.optimizer.. the optimizer's state waits:jaxpp.OptionWarning"),  # of one without any
+]
 
 ROOT = Path(__file__).parents[2]
 HOST = "pinned_host"

@@ -315,6 +315,16 @@ def test_parameters_that_alone_are_too_large_are_refused_before_anything_is_comp
     assert lines[-1] == "  temporaries are not known: nothing was compiled"
 
 
+def test_a_forecast_of_steps_in_flow_says_what_they_copy_from_host_memory():
+    pipe, case = pipeline(PAIR, "1f1b", host="optimizer", delay=1)
+    forecast = pipe.forecast(jax.eval_shape(lambda: case.params), case.batch, case.key)
+    shapes = jax.tree.leaves(jax.eval_shape(lambda: case.params))
+    moments = 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in shapes)
+    copied = forecast.liveness.visiting.values()
+    assert sum(each.brought for each in copied) == sum(each.taken for each in copied) == moments
+    assert "a step copies" in str(forecast)
+
+
 def pipeline_stages(run):
     pipe, case = pipeline(run)
     pipe.abstract_state(case.params, case.batch)

@@ -201,6 +201,7 @@ def test_lists_of_devices_are_ranks_of_unequal_width_whose_stages_stay_on_them(m
     "options",
     [
         {"data_parallel": (1, 2)},
+        {"data_parallel": (1, 2), "delay": 1},
         {"mesh": (2, 2, 2), "shardings": SHARDINGS},
         {"devices": "4 and 2", "shardings": SHARDINGS},
         {"devices": "4 and 2", "data_parallel": (1, 2), "shardings": SHARDINGS},

@@ -152,13 +152,13 @@ class Liveness:
     @cached_property
     def visiting(self) -> dict[Device, Visiting]:
         """The bytes of the state that a step, or one pass, copies from host memory to each device, and back, at most."""
-        sizes = {life.name: life.num_bytes for life in (*self.lives, *self.hosted)}
+        sizes = {life.name._replace(run=0): life.num_bytes for life in (*self.lives, *self.hosted)}  # equal in all runs of a flow
         supply, most = iter(self.lines), dict.fromkeys(self.devices, Visiting(0, 0))
         for count in self.passes or (len(self.lines),):
             sums = Counter[tuple[Device, MemoryCopy]]()
             for line in itertools.islice(supply, count):
                 if line.copies is not None and line.action is None:  # those of an action are residuals
-                    sums[line.place.shown, line.copies] += sum(sizes[name] for name in line.outputs)
+                    sums[line.place.shown, line.copies] += sum(sizes[name._replace(run=0)] for name in line.outputs)
             for device, before in most.items():
                 own = Visiting(sums[device, MemoryCopy.TO_DEVICE], sums[device, MemoryCopy.TO_HOST])
                 most[device] = max(before, own, key=sum)
