@@ -637,7 +637,7 @@ def _check_state(state: object, expected: State) -> None:
         known = isinstance(state.step, int)  # not an array, which may be gone too
         which = f"the state after {state.step} step{'s' * (state.step != 1)}," if known else "a state"
         got = [f"{which} consumed by an earlier step ({gone} of {len(held)} leaves are gone)"]
-        if gone < len(held) / 2 and (lost := wrong_leaves(where, leaves, "")):  # of few leaves it is worth saying which
+        if gone <= len(held) / 2 and (lost := wrong_leaves(where, leaves, "")):  # of few leaves it is worth saying which
             got += lost.lines[:4]
         copy = "to keep part of a state, copy it before the step, ema = jax.tree.map(jnp.copy, state.params)"
         fix = f"go on with state = pipe.state, the newest; {copy}, or call step(..., donate=False) to keep all"

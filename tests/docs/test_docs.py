@@ -190,7 +190,7 @@ def test_the_reference_has_every_public_name():
     shown = set(map(public_name, re.findall(r"^::: (\S+)", text, re.MULTILINE)))
     modules = {name: importlib.import_module(name) for name in ("jaxpp", "jaxpp.schedule", "jaxpp.observe", "jaxpp.errors")}
     public = {f"{name}.{public}" for name, module in modules.items() for public in module.__all__}
-    tools = {"jaxpp.errors.shown", "jaxpp.errors.warn"}  # what jaxpp writes its own messages with
+    tools = {"jaxpp.errors.is_count", "jaxpp.errors.shown", "jaxpp.errors.warn"}  # what jaxpp writes its own messages with
     twice = {"jaxpp.JaxppError"}  # stands under jaxpp.errors
     numbers = {"jaxpp.targets"}  # of GPUs: the guide says what to ask it
     assert shown == public - set(modules) - tools - twice - numbers
