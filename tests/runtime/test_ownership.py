@@ -106,7 +106,8 @@ def test_pipe_state_is_the_newest_state():
         pipe.step(second, X[:1])
     third, _ = pipe.step(pipe.state, X)
     assert pipe.state is third
-    with pytest.raises(StateError, match=r"the state after 1 step, consumed by an earlier step \(9 of 10 leaves are gone\)\.\n  Fix: go on with state = pipe\.state, the newest"):
+    consumed = r"the state after 1 step, consumed by an earlier step \(9 of 10 leaves are gone\)\.\n"
+    with pytest.raises(StateError, match=consumed + r"  Fix: go on with state = pipe\.state, the newest"):
         pipe.step(second, X)
     assert pipe.state is third
     del pipe.state
