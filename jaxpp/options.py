@@ -179,6 +179,11 @@ class Options:
         return frozenset() if self.host is None else WAITING[self.host]
 
     @cached_property
+    def compile_only(self) -> bool:
+        """Whether the devices only compile, and hold no arrays."""
+        return compiles_only(self.devices[0])
+
+    @cached_property
     def offloaded(self) -> tuple[Offloaded, ...]:
         """The stages and microbatches whose residuals wait in host memory."""
         moves = any(each is not None for each in self.offload)

@@ -515,7 +515,7 @@ class Forward:
 
     def _refuse_compile_only(self, where: str) -> None:
         """Refuse on devices that only compile whatever holds an array: all but what is planned from shapes."""
-        if where not in _PLANNED:
+        if self._options.compile_only and where not in _PLANNED:  # each step asks
             shapes = f"{'pipe' if self._options.is_loss else 'forward'}.forecast(shapes, batch) plans for them"
             fix = f"pass devices=jax.devices(), or leave devices out; {shapes}"
             refuse_compile_only(f"{self._name}.{where}", self._options.devices, fix)

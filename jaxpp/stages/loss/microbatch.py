@@ -374,7 +374,8 @@ def fold_keys(
 
 def raw_key(leaf: Leaf) -> Leaf:
     """A key as the array of integers that programs take; any other leaf as it is."""
-    return jax.random.key_data(leaf) if jnp.issubdtype(jax.dtypes.result_type(leaf), jax.dtypes.prng_key) else leaf
+    is_key = jnp.issubdtype(getattr(leaf, "dtype", np.bool_), jax.dtypes.prng_key)  # steps ask, so nothing slower is called
+    return jax.random.key_data(leaf) if is_key else leaf
 
 
 def scale_dtype() -> DType:
