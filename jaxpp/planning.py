@@ -22,10 +22,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpp.engine.init_arguments import check_order, refuse_containers, with_inputs
+from jaxpp.engine.init_arguments import check_order, refuse_containers, variables_of, with_inputs
 from jaxpp.engine.layout import Traces
 from jaxpp.engine.sharding_rules import specs_of
-from jaxpp.engine.tracing import check_key
+from jaxpp.engine.tracing import Tracing, check_key
 from jaxpp.errors import ArgumentError, JaxppError, shown
 from jaxpp.errors.checks import as_tuple, check_optimizer, is_real, refuse_tracers
 from jaxpp.errors.tracebacks import entries, entry
@@ -45,10 +45,11 @@ from jaxpp.shardings import propose_shardings
 from jaxpp.stages.axes import axis_names
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.loss.microbatch import check_batch
+from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.own_params import join_losses
 from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, table_lines, three_digits, time_in_words
 from jaxpp.targets import GPU, gpu_named, target
-from jaxpp.tasks.runner import check_bank
+from jaxpp.tasks.runner import check_bank, with_set
 from jaxpp.tuner.machine import Devices
 from jaxpp.tuner.search import Candidate, Limits, SearchResult, Space, is_of_loss, search
 from jaxpp.tuning import check_options, counts_of, schedules_of
@@ -427,7 +428,7 @@ def plan(  # noqa: PLR0913  (the options of the front door)
     per_step = max([*sizes, planner.num_examples])
     what = "tokens" if per_step > planner.num_examples else "examples"
     steps = None if tokens is None else float(tokens) / per_step
-    planner = planner.sized([layout for layout, _ in layouts])
+    planner = planner.sized([layout for layout, _ in layouts]).tried([layout for layout, _ in layouts])
     with _cycles_sought_seldom():
         outcomes = _searched_all(planner, [layout for layout, _ in layouts])
     found = [
@@ -543,6 +544,7 @@ class _Planner:
     shardings: Mapping[int, Mapping[str, PartitionSpec]] = dataclasses.field(default_factory=dict)  # that are proposed
     machines: dict[str, Devices] = field(default_factory=dict)  # of one mesh, which GPUs of all kinds and all ways share
     traces: Traces = field(default_factory=Traces)
+    refused: Mapping[tuple[int, int], JaxppError] = field(default_factory=dict)  # by compute capability
 
     def sized(self, layouts: Sequence[GPUMesh]) -> "_Planner":
         """The same with its sizes, shapes for what makes them, and how GPUs share stages.
@@ -572,8 +574,39 @@ class _Planner:
         given = loss_fn, optimizer, shapes, batch, key
         return dataclasses.replace(self, given=given, sizes=(first, second), shardings=proposals)
 
+    def tried(self, layouts: Sequence[GPUMesh]) -> "_Planner":
+        """The same with what refuses the loss on some GPUs and not on others, as attention by cuDNN does.
+
+        All share their traces, so it is traced once for each compute capability, on one device and at the whole batch. What cannot
+        be traced so for any of them is left to the pipelines.
+        """
+        first = {layout.gpu.chip.capability: layout for layout in layouts}
+        if len(first) == 1:
+            return self
+        loss_fn, _, made, batch, key = self.given
+        bank, has_state = self.options.get("bank"), bool(self.options.get("has_state"))
+        loss_fn = loss_fn if bank is None else join_losses(positional_key(loss_fn, 3 + has_state))
+        said, found = {name: self.options[name] for name in _OF_LOSS if name in self.options}, dict[tuple[int, int], JaxppError]()
+        for capability, layout in first.items():
+            asked = Options.of(loss_fn, num_stages=1, num_microbatches=1, devices=layout.devices[:1], **said)
+            tracing, several = Tracing(asked), has_state or asked.has_aux
+            try:
+                with cudnn_of(layout.devices):
+                    given = with_set(bank, variables_of(asked, made))
+                    named = tracing.key_for(given, batch, key)
+                    differentiated = jax.value_and_grad(asked.loss_fn, has_aux=several, allow_int=True)
+                    asked.axes.shapes(differentiated, *given, batch, *([] if named is None else [named]))
+            except JaxppError as error:
+                found[capability] = error
+            except Exception as error:  # noqa: BLE001  (whatever the loss or JAX says of this GPU)
+                rule, got = "a loss is traced for the GPU that is to run it", f"{type(error).__name__}: {error}".rstrip(".")
+                found[capability] = ArgumentError(f"gpus={layout.gpu.name!r}", rule, got, "leave it out of gpus")
+        return self if len(found) == len(first) else dataclasses.replace(self, refused=found)
+
     def best(self, layout: GPUMesh) -> PlanRow:
         """The quickest that fits, with as little of the state divided or on the host as that takes; else what needs least."""
+        if (error := self.refused.get(layout.gpu.chip.capability)) is not None:
+            raise error
         room = self.room or reported_room(layout.devices) or layout.gpu.memory
         found, last = list[PlanRow](), None
         if self.options.get("host") == "params":

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 pytest.importorskip("jax_plugins.xla_cuda12")
 
 import jaxpp
+from jaxpp.engine import engine
 from jaxpp.errors import LossError
 from jaxpp.tuner.machine import Devices
 from jaxpp.tuner.search import Candidate
@@ -259,6 +260,33 @@ def _counted(**arguments):
 @pytest.mark.long
 def test_meshes_of_another_kind_of_gpu_trace_nothing_anew():
     assert _counted(gpus=("2xh100", "2xa100-80gb")) == _counted(gpus="2xh100")
+
+
+@pytest.mark.parametrize("gpus", [("4xh100", "4xv100-32gb"), ("2xh100", "4xv100-32gb"), ("4xv100-32gb", "4xh100")])
+def test_a_loss_that_some_gpus_refuse_has_rows_of_the_others_alone(gpus):
+    def attending(params, batch):
+        heads = (batch @ params["in"]).reshape(*batch.shape[:2], 4, 64)
+        out = jax.nn.dot_product_attention(heads, heads, heads, is_causal=True, implementation="cudnn").reshape(batch.shape)
+        return jnp.mean((out @ params["out"]).astype("float32") ** 2)
+
+    params = {name: jax.ShapeDtypeStruct((256, 256), "bfloat16") for name in ("in", "out")}
+    batch = jax.ShapeDtypeStruct((8, 128, 256), "bfloat16")
+    found = jaxpp.plan(attending, optax.adam(1e-3), params, batch, gpus=gpus, num_compiled=0)
+    assert {row.layout.gpu.name for row in (*found.rows, *found.too_large)} == {"h100"}
+    assert all("V100" in words and "compute capability 8.0" in str(error) for words, error in found.left_out.items())
+    assert len(found.left_out) == 3
+
+
+def test_what_plans_share_changes_no_row(monkeypatch):
+    given = loss_fn, optax.adamw(1e-3), init, tokens
+    options = {"gpus": ("h100", "rtx-4090"), "counts": (2, 4), "num_compiled": 0}
+    shared = jaxpp.plan(*given, **options)
+    lay_out = engine.lay_out
+    monkeypatch.setattr(engine, "lay_out", lambda *args: lay_out(*args[:-1], None))
+    alone = jaxpp.plan(*given, **options)
+    assert str(shared) == str(alone)
+    pairs = zip(shared.rows, alone.rows, strict=True)
+    assert all((a.peaks, a.seconds, a.candidate) == (b.peaks, b.seconds, b.candidate) for a, b in pairs)
 
 
 def test_an_error_of_the_loss_ends_the_search_at_once():
