@@ -477,8 +477,7 @@ def propose_shardings(  # noqa: PLR0913  (the options of the front door)
     is_function = callable(made) and jax.tree.leaves(made) == [made]
     given = InitArguments(made, batch, (jax.random.key(0) if key is None else key) if is_function else None, where)
     variables = variables_of(asked, given.shapes(asked.axes))
-    variables = (
-        variables if task_params is None else (Joint(variables[0], jax.eval_shape(lambda own: own, task_params)), *variables[1:])
-    )
+    if task_params is not None:
+        variables = Joint(variables[0], jax.eval_shape(lambda own: own, task_params)), *variables[1:]
     tracing = Tracing(asked)
     return proposed(tracing.trace(loss_fn, variables, batch, tracing.key_for(variables, batch, key)), int(model))

@@ -130,27 +130,36 @@ class Send:
         part = jax.ShapeDtypeStruct(whole, aval.dtype)
         leads = _in_order(source)[:: len(source.device_set) // len(homes)]
         firsts = [_in_order(as_sharding(home))[0] for home in homes]
-        leaves = [Send(first, lead, part, self.taken and divide is None) for first, lead in zip(firsts, leads, strict=True)]
-        moves = [
-            each.bind() if first.process_index != lead.process_index else Send(first)._within_process()
-            for each, first, lead in zip(leaves, firsts, leads, strict=True)
-        ]
-        spreads = [Send(home)._within_process() if len(devices_in(home)) > 1 else lambda array: [array] for home in homes]
+        ends = zip(leads, firsts, homes, strict=True)
+        routes = [self._route(lead, first, home, part, kept=divide is None) for lead, first, home in ends]
 
         def send(*value: Array) -> Sequence[Array]:
             parts = [array if divide is None else divide(array) for array in value]
             shards = {shard.device: shard.data for array in parts for shard in array.addressable_shards}
             arrived = list[Array]()
-            for lead, first, move, spread_out in zip(leads, firsts, moves, spreads, strict=True):
-                if lead in shards or lead.process_index != first.process_index:
-                    mine = move(*[shards[lead]] if lead in shards else [])
-                    arrived += [spread_out(array)[0] for array in mine if is_here(first)]
+            for lead, route in zip(leads, routes, strict=True):
+                if route is not None:
+                    arrived += route(*[shards[lead]] if lead in shards else [])
             if not there or len(homes) == 1:
                 return arrived
             pieces = [shard.data for array in arrived for shard in array.addressable_shards]
             return (jax.make_array_from_single_device_arrays(aval.shape, target, pieces),)
 
         return send
+
+    def _route(self, lead: Device, first: Device, home: Home, part: Aval, *, kept: bool) -> Move | None:
+        """From a device of a replica to one of its home, and from there to the others; None where other processes do all that.
+
+        What arrives at a home of one device stays as it is: put there again while it is under way, it fails on CPUs of JAX 0.10.
+        """
+        across = lead.process_index != first.process_index
+        if not across and not is_here(first):
+            return None
+        move = Send(first, lead, part, self.taken and kept).bind() if across else Send(first)._within_process()
+        if not is_here(first) or len(devices_in(home)) == 1:
+            return move
+        spread_out = Send(home)._within_process()
+        return lambda *value: [array for arrived in move(*value) for array in spread_out(arrived)]
 
     def _shard_by_shard(self, aval: Aval, source: Sharding, target: Sharding) -> Move:
         """Each device of the target gets its shard from one of the source that has the same, of its own process if one has."""
