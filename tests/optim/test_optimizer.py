@@ -76,6 +76,20 @@ def test_the_update_equals_plain_optax_fed_with_the_same_gradients(name, stages)
         params, opt_state = jaxpp.gather((state.params, state.opt_state))
 
 
+@pytest.mark.parametrize("options", [{}, {"data_parallel": 2, "shard": "gradients"}])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in OPTIMIZERS])
+def test_the_results_of_an_update_that_are_known_without_a_trace_are_those_of_a_trace(name, options):
+    case = mlp_case(batch_size=12)
+    pipe = jaxpp.Pipeline(case.loss_fn, OPTIMIZERS[name](), num_stages=3, num_microbatches=2, has_aux=True, **options)
+    pipe.abstract_state(jax.eval_shape(lambda: case.params), case.batch)
+    programs = [line.program for line in pipe.engine.lower("update", case.batch, None).bound.lines if line.program is not None]
+    known = [program for program in programs if program.makes is not None]
+    assert len(known) >= 3
+    for program in known:
+        traced = jax.make_jaxpr(program.function, axis_env=program.env, return_shape=True)(*program.avals)[1]
+        assert [(aval.shape, aval.dtype) for aval in program.makes] == [(aval.shape, aval.dtype) for aval in traced]
+
+
 @pytest.mark.parametrize("make_case", [mlp_case, pytest.param(gpt_case, marks=pytest.mark.long)], ids=["mlp", "gpt"])
 def test_every_leaf_is_on_its_owner_after_every_step(make_case):
     case = make_case()

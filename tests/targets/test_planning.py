@@ -277,8 +277,18 @@ def test_a_loss_that_some_gpus_refuse_has_rows_of_the_others_alone(gpus):
     assert len(found.left_out) == 3
 
 
-def test_what_plans_share_changes_no_row(monkeypatch):
+def _plain(params, batch):
+    for k in range(4):
+        batch = jnp.tanh(batch @ params[f"w{k}"])
+    return jnp.mean(batch.astype("float32") ** 2)
+
+
+@pytest.mark.parametrize("loops", [True, False])
+def test_what_plans_share_changes_no_row(loops, monkeypatch):
     given = loss_fn, optax.adamw(1e-3), init, tokens
+    if not loops:  # the loss that is shared is then the one that is cut
+        params = {f"w{k}": jax.ShapeDtypeStruct((1024, 1024), "bfloat16") for k in range(4)}
+        given = _plain, optax.adamw(1e-3), params, jax.ShapeDtypeStruct((512, 1024), "bfloat16")
     options = {"gpus": ("h100", "rtx-4090"), "counts": (2, 4), "num_compiled": 0}
     shared = jaxpp.plan(*given, **options)
     lay_out = engine.lay_out

@@ -10,8 +10,11 @@ from jax.sharding import Mesh
 
 import jaxpp
 from jaxpp.errors import ArgumentError, BatchError, InitError, OptimizerError, ScheduleError
+from jaxpp.schedule import make
+from jaxpp.schedule.action import Kind
 from jaxpp.schedule.costs import StepCosts
 from jaxpp.tuner.machine import Devices
+from jaxpp.tuner.search import Candidate, _made_like
 from tests import messages
 from tests.tuner.virtual_machine import Virtual
 
@@ -193,6 +196,16 @@ def test_lists_of_devices_are_ranks_of_unequal_width_whose_stages_stay_on_them(m
         tune(devices=[d[:2], d[2]], data_parallel=2)
     with pytest.raises(ArgumentError, match="num_ranks=3 with devices for 2"):
         tune(devices=[d[:2], d[2]], num_ranks=3)
+
+
+@pytest.mark.parametrize("name", ["zb-v", "interleaved"])
+def test_a_schedule_made_to_measure_leaves_stages_on_ranks_of_their_width(name):
+    schedule, times = make(name, 2, 4, 2), (1.0, 5.0, 1.0, 1.0)
+    costs = StepCosts({Kind.F: times, Kind.I: times, Kind.W: times})
+    homes = [
+        _made_like(Candidate(schedule, unequal=unequal), costs, (1.0,) * 4, (9.0,) * 2).stage_to_rank for unequal in (False, True)
+    ]
+    assert homes[0] != homes[1] == schedule.stage_to_rank
 
 
 @pytest.mark.long
