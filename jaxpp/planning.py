@@ -34,7 +34,7 @@ from jaxpp.observe.evaluate import Parts, parts
 from jaxpp.observe.memory.forecast import parse_bytes, reported_room
 from jaxpp.options import Options
 from jaxpp.pipeline import Pipeline
-from jaxpp.runtime.not_public import cudnn_of
+from jaxpp.runtime.not_public import cudnn_of, questions_noted
 from jaxpp.runtime.progress import progress
 from jaxpp.runtime.roofline import SPREAD, Prediction
 from jaxpp.schedule.draw.canvas import INK, Figure, draw_key, group_colour, has_matplotlib, new_figure, number_points
@@ -428,9 +428,10 @@ def plan(  # noqa: PLR0913  (the options of the front door)
     per_step = max([*sizes, planner.num_examples])
     what = "tokens" if per_step > planner.num_examples else "examples"
     steps = None if tokens is None else float(tokens) / per_step
-    planner = planner.sized([layout for layout, _ in layouts]).tried([layout for layout, _ in layouts])
-    with _cycles_sought_seldom():
-        outcomes = _searched_all(planner, [layout for layout, _ in layouts])
+    planner = planner.sized([layout for layout, _ in layouts])
+    with _cycles_sought_seldom(), questions_noted() as asked:
+        planner = dataclasses.replace(planner, layouts=[layout for layout, _ in layouts], asked=asked)
+        outcomes = _searched_all(planner, planner.layouts)
     found = [
         dataclasses.replace(each, dollars=dollars, steps=steps, per_step=per_step, given=planner.options)
         for each, (_, dollars) in zip(outcomes, layouts, strict=True)
@@ -544,7 +545,8 @@ class _Planner:
     shardings: Mapping[int, Mapping[str, PartitionSpec]] = dataclasses.field(default_factory=dict)  # that are proposed
     machines: dict[str, Devices] = field(default_factory=dict)  # of one mesh, which GPUs of all kinds and all ways share
     traces: Traces = field(default_factory=Traces)
-    refused: Mapping[tuple[int, int], JaxppError] = field(default_factory=dict)  # by compute capability
+    layouts: Sequence[GPUMesh] = ()
+    asked: set[str] = field(default_factory=set)  # what traces have asked of their GPU so far
 
     def sized(self, layouts: Sequence[GPUMesh]) -> "_Planner":
         """The same with its sizes, shapes for what makes them, and how GPUs share stages.
@@ -574,15 +576,14 @@ class _Planner:
         given = loss_fn, optimizer, shapes, batch, key
         return dataclasses.replace(self, given=given, sizes=(first, second), shardings=proposals)
 
-    def tried(self, layouts: Sequence[GPUMesh]) -> "_Planner":
-        """The same with what refuses the loss on some GPUs and not on others, as attention by cuDNN does.
+    @cached_property
+    def refused(self) -> Mapping[tuple[int, int], JaxppError]:
+        """What refuses the loss on some GPUs and not on others, as attention by cuDNN does, by their compute capability.
 
-        All share their traces, so it is traced once for each compute capability, on one device and at the whole batch. What cannot
-        be traced so for any of them is left to the pipelines.
+        All share their traces, so the loss is traced once for each capability, on one device and at the whole batch. What cannot be
+        traced so for any of them is left to the pipelines.
         """
-        first = {layout.gpu.chip.capability: layout for layout in layouts}
-        if len(first) == 1:
-            return self
+        first = {layout.gpu.chip.capability: layout for layout in self.layouts}
         loss_fn, _, made, batch, key = self.given
         bank, has_state = self.options.get("bank"), bool(self.options.get("has_state"))
         loss_fn = loss_fn if bank is None else join_losses(positional_key(loss_fn, 3 + has_state))
@@ -601,11 +602,11 @@ class _Planner:
             except Exception as error:  # noqa: BLE001  (whatever the loss or JAX says of this GPU)
                 rule, got = "a loss is traced for the GPU that is to run it", f"{type(error).__name__}: {error}".rstrip(".")
                 found[capability] = ArgumentError(f"gpus={layout.gpu.name!r}", rule, got, "leave it out of gpus")
-        return self if len(found) == len(first) else dataclasses.replace(self, refused=found)
+        return {} if len(found) == len(first) else found
 
     def best(self, layout: GPUMesh) -> PlanRow:
         """The quickest that fits, with as little of the state divided or on the host as that takes; else what needs least."""
-        if (error := self.refused.get(layout.gpu.chip.capability)) is not None:
+        if self.asked and (error := self.refused.get(layout.gpu.chip.capability)) is not None:
             raise error
         room = self.room or reported_room(layout.devices) or layout.gpu.memory
         found, last = list[PlanRow](), None

@@ -82,6 +82,7 @@ def is_known_alone() -> bool:
 
 _CUDNN = 91000  # the version that ``GPU.spec`` names, 9.10.0, as cuDNN writes it
 _PLANNED_FOR = ContextVar[GPU | None]("the GPU that is traced for", default=None)
+_QUESTIONS = ContextVar[set[str] | None]("what traced functions have asked of the GPU", default=None)
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -117,7 +118,7 @@ def cudnn_of(devices: Sequence[Device]) -> Iterator[None]:
         token = _PLANNED_FOR.set(numbers)
         try:
             for name, usual in asked.items():
-                setattr(attention, name, _answering(usual, _ANSWERS[name]))
+                setattr(attention, name, _answering(name, usual))
             yield
         finally:
             for name, usual in asked.items():
@@ -125,12 +126,27 @@ def cudnn_of(devices: Sequence[Device]) -> Iterator[None]:
             _PLANNED_FOR.reset(token)
 
 
-def _answering(usual: Callable[..., object], answer: Callable[..., object]) -> Callable[..., object]:
+def _answering(name: str, usual: Callable[..., object]) -> Callable[..., object]:
     def answering(*given: object) -> object:
-        numbers = _PLANNED_FOR.get()
-        return usual(*given) if numbers is None else answer(numbers, *given)
+        numbers, noted = _PLANNED_FOR.get(), _QUESTIONS.get()
+        if numbers is None:
+            return usual(*given)
+        if noted is not None:
+            noted.add(name)
+        return _ANSWERS[name](numbers, *given)
 
     return answering
+
+
+@contextlib.contextmanager
+def questions_noted() -> Iterator[set[str]]:
+    """What functions ask of the GPU that they are traced for; nothing of one whose trace is the same for all GPUs."""
+    noted = set[str]()
+    token = _QUESTIONS.set(noted)
+    try:
+        yield noted
+    finally:
+        _QUESTIONS.reset(token)
 
 
 @functools.cache
