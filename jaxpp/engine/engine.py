@@ -268,7 +268,7 @@ class Engine:
 
         Args:
             draft: lines in which everything is on devices.
-            gives: the arguments that the caller does not read again.
+            gives: the values that nobody reads once there is their next version: arguments that the caller gives up, and sums.
             told: the results that every process is told.
             offloaded: the residuals that wait in host memory.
             by_stage: whether a stage is updated as soon as its gradients are complete.
@@ -385,7 +385,7 @@ class Engine:
         given = _read_by(purpose, self.placed.names_on_devices)
         inputs = [*given.flat(), *step.given, *([] if key is None else [Name(CALLER, Ref(Role.KEY))])]
         donate = donate and purpose == "update" and not any(flags()) and not calls_host(self.update.graph.eqns)
-        gives = given._replace(model_state=(), loss_scale=()).flat() if donate else []
+        gives = [*(given._replace(model_state=(), loss_scale=()).flat() if donate else ()), *step.own_sums]
         ends = step.calls_host or self.options.offloaded or step.visits or self._limit is not None or not self.alone
         flows = donate and self.options.delay and not ends
         draft = builder.finish(inputs, results)

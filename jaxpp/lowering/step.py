@@ -288,6 +288,13 @@ class Step:
         return ref._replace(shared=True) if ref.role == Role.GRAD and ref.index in self.scattered else ref
 
     @property
+    def own_sums(self) -> list[Name]:
+        """The gradients that each replica sums by itself before they are added, if the total takes as many bytes on a device."""
+        leaves, numbered = self.leaves.all_params, enumerate(self.sums if self.num_replicas > 1 else ())
+        pairs = ((Name(stage, ref), leaves[ref.index]) for stage, sums in numbered for ref in sums.leaves)
+        return [name for name, leaf in pairs if leaf.own or leaf.part == leaf.spec]
+
+    @property
     def packed_sums(self) -> dict[int, tuple[Name, Pack]]:
         """The gradients that stay parts of vectors after the last backward: for each leaf, its vector, and what is where in it."""
         packs = [(stage, pack) for stage, sums in enumerate(self.sums) if sums.stays_packed for pack in sums.packs]

@@ -262,7 +262,7 @@ def _call_of(
     """What the host calls for a line without a program; ``made_at`` says where programs before it made plain arrays, not keys."""
     if isinstance(line.call, GroupMean):
         shardings = [line.place.sharding(name.ref) for name in line.inputs]
-        return Mean(groups, tuple(one for one in shardings if isinstance(one, NamedSharding)), *line.call)
+        return Mean(groups, tuple(one for one in shardings if isinstance(one, NamedSharding)), *line.call, line.donated)
     if isinstance(line.call, MemoryCopy):
         homes = [chosen.get(name) or line.place.sharding(name.ref) for name in line.outputs]
         return memory_copies(homes, to_host=line.call == MemoryCopy.TO_HOST)

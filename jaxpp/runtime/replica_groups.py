@@ -52,6 +52,7 @@ class Mean:
     homes: tuple[NamedSharding, ...]  # of the gradients, and of the microbatches' weights, if replicas weigh differently
     avals: tuple[Aval, ...]  # of the gradients, as one replica has them
     summed: bool = False  # whether they are added up instead
+    donated: tuple[int, ...] = ()  # the sums whose buffers the means take over
     _groups: dict[tuple[int, ...], tuple[Compiled, list[NamedSharding], tuple[Device, ...]]] = field(default_factory=dict)
 
     def __call__(self, *values: Array) -> list[Array]:
@@ -92,7 +93,7 @@ class Mean:
         return self._groups[group]
 
     def _compiled(self, group: tuple[int, ...], homes: list[NamedSharding]) -> Compiled:
-        key = self.summed, tuple((aval.shape, aval.dtype) for aval in self.avals), *homes
+        key = self.summed, self.donated, tuple((aval.shape, aval.dtype) for aval in self.avals), *homes
         if key not in self.groups.compiled:
             count, share = len(self.avals), 1.0 if self.summed else len(group) / len(self._devices)
 
@@ -103,8 +104,9 @@ class Mean:
             shapes = [*self.avals, *[jax.ShapeDtypeStruct((), scale_dtype())] * (len(homes) - count)]
             pairs = zip(shapes, homes, strict=True)
             avals = [jax.ShapeDtypeStruct((len(group), *aval.shape), aval.dtype, sharding=home) for aval, home in pairs]
+            run = jax.jit(mean, out_shardings=homes[:count], donate_argnums=self.donated)
             with held():  # a small program, and a step after Ctrl-C finds it compiled
-                self.groups.compiled[key] = jax.jit(mean, out_shardings=homes[:count]).lower(*avals).compile()
+                self.groups.compiled[key] = run.lower(*avals).compile()
         return self.groups.compiled[key]
 
 

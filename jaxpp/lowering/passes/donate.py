@@ -1,26 +1,27 @@
 """Donation: which buffers the results of a line take over, in the lines of any plan; and what of a state in host memory is deleted.
 
 A program takes over the buffer of a value that it changes (a sum). The next version of a value (a parameter after the update, a
-carry after a pass) takes over the buffer of the one before, if nobody reads that afterwards and the caller has given it up, or it
-is a copy that came for one visit. What waits in host memory cannot be taken over: it is deleted once its next version is there.
+carry after a pass, the sum of what replicas have summed) takes over the buffer of the one before, if nobody reads that afterwards
+and it is given up, or a copy that came for one visit. What waits in host memory cannot be taken over: it is deleted once its next
+version is there.
 """
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from jaxpp.lowering.builder import Line, LineCall, LineList, LineListT, Name, here
+from jaxpp.lowering.builder import GroupMean, Line, LineCall, LineList, LineListT, Name, here
 from jaxpp.stages.program import Role
 
 __all__ = ["donate", "let_go", "replaced"]
 
 
 def donate(lines: LineListT, gives: Collection[Name]) -> LineListT:
-    """The lines with the buffers that each takes over; ``gives`` are the arguments that the caller does not read again."""
+    """The lines with the buffers that each takes over; ``gives`` are the values that are given up."""
     kept, last = set(lines.outputs), lines.last_uses
 
     def taken(number: int, line: Line) -> tuple[int, ...]:
-        if line.program is None:
+        if line.program is None and not isinstance(line.call, GroupMean):
             return line.donated
         free = {name for name in replaced(line) if last[name] == number and name not in kept and (name in gives or name.visit >= 0)}
         free.update(line.outputs)
@@ -30,8 +31,9 @@ def donate(lines: LineListT, gives: Collection[Name]) -> LineListT:
 
 
 def replaced(line: Line) -> set[Name]:
-    """The values that a program reads and makes the next versions of."""
-    before = {name for made in line.outputs for name in _before(made)} if line.program else set()
+    """The values that a line reads and makes the next versions of."""
+    makes = line.program or isinstance(line.call, GroupMean)
+    before = {name for made in line.outputs for name in _before(made)} if makes else set()
     return before and before.intersection(line.inputs)
 
 
@@ -41,6 +43,8 @@ def _before(name: Name) -> Iterator[Name]:
     if ref.new:
         yield name._replace(ref=ref._replace(new=False))
         yield name._replace(ref=ref._replace(new=False, role=Role.PREVIOUS))
+    elif ref.role == Role.GRAD and ref.shared:
+        yield name._replace(ref=ref._replace(shared=False))
     elif ref.role == Role.STATE:
         yield name._replace(microbatch=name.microbatch - 1)
 

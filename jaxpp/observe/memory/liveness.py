@@ -59,6 +59,7 @@ _ROLES = {
     "model state": (Role.STATE,),
     "outputs": (Role.ROWS, Role.AUX),
 }
+_JOINED = 30 << 20  # bytes up to which XLA sums several arrays as one (xla_gpu_all_reduce_combine_threshold_bytes)
 _KIND_OF = {role: kind for kind, roles in _ROLES.items() for role in roles}
 
 
@@ -267,16 +268,26 @@ def estimated_liveness(engine: Engine, batch: Batch, key: Tree, known: Estimates
 
 
 def _exchanging(line: BoundLine) -> int:
-    """What a line that is no action likely needs where replicas exchange: sums before they are results, and parts of parameters."""
+    """What a line that is no action likely needs where replicas exchange: sums that travel together, and parts of parameters."""
     program, place = line.program, line.place
     if program is None or place.num_replicas == 1:
         return 0
     if program.sums:
         pairs = zip(program.outputs, program.results, strict=True)
-        return sum(place.num_bytes(ref, aval) for ref, aval in pairs if not _is_over_replicas(place, ref))
+        return _together(place.num_bytes(ref, aval) for ref, aval in pairs if not _is_over_replicas(place, ref))
     leaves = [place.leaf(ref) for ref in program.outputs if ref.role == Role.PARAM and ref.new]
     parts = [leaf for leaf in leaves if leaf is not None and not leaf.divided and leaf.part != leaf.spec]
     return sum(place.num_bytes(Ref(Role.PARAM, leaf.index, shared=True), leaf.aval) for leaf in parts)
+
+
+def _together(sizes: Iterable[int]) -> int:
+    """Bytes of the sums that XLA for GPUs joins end to end, in their order, for as long as they are not too large."""
+    total = group = count = 0
+    for size in (size for size in sizes if size <= _JOINED):
+        if group + size > _JOINED:
+            total, group, count = total + group * (count > 1), 0, 0
+        group, count = group + size, count + 1
+    return total + group * (count > 1)
 
 
 def _is_over_replicas(place: Place, ref: Ref) -> bool:
@@ -314,15 +325,16 @@ def liveness_in_flow(liveness: Liveness, lowered: LoweredStep) -> Liveness:
 
     def lives(life: Life) -> list[Life]:
         begins, ends, body = life.begins, life.ends, flow.body
+        goes_on = life.donated or (life.name, ends + 1) in parts  # as a result, or another kind of bytes, from the next line on
+        last = end if ends >= end else moment[ends + 1] - 1 if goes_on else moment[ends] if ends else 0
         first = life._replace(name=life.name._replace(run=life.name.run - 1))
         if begins in (0, end):
-            return [life._replace(ends=end if ends >= end else moment[ends] if ends else 0)]
+            return [life._replace(ends=last)]
         if begins > body:
-            return [first._replace(begins=moment[begins], ends=moment.get(ends, end))]
-        if ends <= body:
-            goes_on = (life.name, ends + 1) in parts  # as another kind of bytes, from the next line that reads it
-            return [life._replace(begins=moment[begins], ends=moment[ends + 1] - 1 if goes_on else moment[ends])]
-        handed = [first._replace(begins=0, ends=moment[ends])] if ends < end else []  # the rest has been given to the caller
+            return [first._replace(begins=moment[begins], ends=last)]
+        if ends + life.donated <= body:
+            return [life._replace(begins=moment[begins], ends=last)]
+        handed = [first._replace(begins=0, ends=last)] if ends < end else []  # the rest has been given to the caller
         return [*handed, life._replace(begins=moment[begins], ends=end, donated=False)]
 
     found = tuple(one for life in liveness.lives for one in lives(life))
