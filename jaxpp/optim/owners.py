@@ -33,8 +33,8 @@ from jaxpp.errors import ArgumentError, JaxppError, OptimizerError, shown
 from jaxpp.optim.divided import Along, divided_function
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.floating import floating, masked_like, with_others
-from jaxpp.stages.graph import Graph, ancestors, marked, trace
-from jaxpp.stages.jaxpr import Atom, aval_of, branches_of, describe, shapes_of, variables
+from jaxpp.stages.graph import CONDITIONS, Graph, ancestors, marked, opened, trace
+from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import fits_pattern, path_name
 from jaxpp.stages.own_params import OWN_NAME, num_shared
@@ -168,7 +168,7 @@ class TracedOptimizer:
 
     @cached_property
     def _opened(self) -> Graph:
-        return open_conditions(self._traced.graph)
+        return opened(self._traced.graph, CONDITIONS)
 
     @cached_property
     def homes(self) -> tuple[int | None, ...]:
@@ -512,29 +512,3 @@ def part_of(optimizer: optax.GradientTransformation, trains: Sequence[str] | Non
         return zeroed(new_updates), structure.unflatten(old if k in kept else leaf for k, (old, leaf) in enumerate(pairs))
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
-
-
-def open_conditions(graph: Graph) -> Graph:
-    """The graph with every condition, and those inside it, opened; the graph itself if it has none."""
-    if all(branches_of(eqn) is None for eqn in graph.eqns):
-        return graph
-
-    def run(*args: Array) -> list[Array]:
-        values: dict[Var, Array] = {**graph.constants, **dict(zip(graph.inputs, args, strict=True))}
-
-        def read(atom: Atom) -> Array:
-            return atom.val if isinstance(atom, Literal) else values[atom]
-
-        for i, eqn in enumerate(graph.eqns):
-            branches = branches_of(eqn)
-            if branches is not None:
-                which, *operands = map(read, eqn.invars)
-                cases = [branch(*operands) for branch in branches]
-                results = [jax.lax.select_n(which, *values_of) for values_of in zip(*cases, strict=True)]
-            else:
-                needs = variables(eqn.invars)
-                results = graph.function([i], needs, eqn.outvars)(*map(read, needs))
-            values.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in graph.outputs]
-
-    return open_conditions(trace(run, *_types_of(map(aval_of, graph.inputs)), env=graph.env)[0])

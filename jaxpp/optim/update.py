@@ -26,11 +26,11 @@ from jaxpp.lowering.lower import closed_function
 from jaxpp.lowering.step import Leaves, StateLeaf, total_name
 from jaxpp.optim.divided import MOVABLE
 from jaxpp.optim.loss_scale import Scaling
-from jaxpp.optim.owners import LOSS, HeldOptimizer, open_conditions, size
+from jaxpp.optim.owners import LOSS, HeldOptimizer, size
 from jaxpp.stages.axes import DATA, axes_named
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
-from jaxpp.stages.graph import Graph, Piece, descendants, partition, trace
+from jaxpp.stages.graph import CONDITIONS, Graph, Piece, descendants, opened, partition, trace
 from jaxpp.stages.jaxpr import ELEMENTWISE, Atom, aval_of, describe, kind_of, shapes_of, variables
 from jaxpp.stages.program import Pack, Program, Ref, Role
 from jaxpp.types import Array, Aval, DType, Tree
@@ -178,7 +178,7 @@ def plan_update(
         return [jnp.array(leaf, copy=True) for leaf in optimizer.init(params)]
 
     graph, _ = trace(update, _read_by(leaves, lambda leaf: leaf.aval, loss), env=((DATA, num_replicas),))
-    graph = open_conditions(graph) if len({leaf.stage for leaf in params}) > 1 else graph
+    graph = opened(graph, CONDITIONS) if len({leaf.stage for leaf in params}) > 1 else graph
     homeless = {leaf.index for leaf, home in zip(opts, optimizer.homes, strict=True) if home is None}
     placed = _read_by(leaves, lambda leaf: None if leaf.role == Role.OPT and leaf.index in homeless else leaf.stage, loss_stage)
     homes = {var: stage for var, stage in zip(graph.inputs, flat(placed), strict=True) if stage is not None}

@@ -447,12 +447,6 @@ def scan_of(eqn: JaxprEqn) -> Scan | None:
     return Scan(body, before, before - carry, carry, params["length"], params["reverse"], params["unroll"])
 
 
-def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[jax.Array]]] | None:
-    """The branches of a ``lax.cond`` or ``lax.switch`` without effects, as functions of all operands but the first; else None."""
-    choice = None if eqn.effects else inner_of(eqn, {"cond"})
-    return list(map(jaxpr_as_fun, choice.branches)) if isinstance(choice, Cond) else None
-
-
 def length_of(eqn: JaxprEqn) -> int | None:
     """The iterations of a ``lax.scan``; None for anything else."""
     return eqn.params["length"] if kind_of(eqn) == "scan" else None

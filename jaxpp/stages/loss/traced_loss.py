@@ -172,7 +172,7 @@ class TracedLoss:
     @cached_property
     def stacked_state(self) -> frozenset[int]:
         """The model state leaves of which each layer of a loop reads a row."""
-        read = {var for each in self.layers for var in each.stacked}
+        read = {rows.leaf for each in self.layers for rows in each.rows}
         return frozenset(k for k, var in enumerate(self.state) if var in read)
 
     @cached_property
