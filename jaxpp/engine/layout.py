@@ -340,11 +340,6 @@ class _Layouts:
             warnings=tuple(filter(None, warnings)),
         ).divided(options), first
 
-    @property
-    def _still(self) -> frozenset[int]:
-        """The parameter leaves given that no loss of a state trains."""
-        return untrained_leaves(self.given[0], self.options.late, strict=False)
-
     def _specs(self, slicing: Slicing, shared: int) -> list[PartitionSpec]:
         """How each parameter leaf is sharded, if they are sliced so."""
         given = self.specs or [WHOLE] * len(jax.tree.leaves(self.given[0]))
@@ -365,7 +360,8 @@ class _Layouts:
             fix = "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
             raise ArgumentError("shardings", rule, rough, fix)
         untrained = () if self.optimizer is None else self.optimizer.untrained
-        frozen, kept, still = (set(slicing.leaves(which)) for which in (self.frozen, untrained, self._still))
+        still = untrained_leaves(self.given[0], options.late, strict=False)  # which no loss of a state trains
+        frozen, kept, still = (set(slicing.leaves(which)) for which in (self.frozen, untrained, still))
         late = set(range(shared if options.delay and self.optimizer is not None else 0)).difference(still)
         found = [
             StateLeaf(Role.PARAM, k, aval, -1, frozen=k in frozen, own=k >= shared, changes=k not in kept, late=k in late)
@@ -616,11 +612,6 @@ class Placed:
     def names_on_devices(self) -> Leaves[Name]:
         """What each leaf of a state is called on the devices of its stage."""
         return self.leaves.map(lambda leaf: leaf.name(self.base.num_replicas))
-
-    @property
-    def stale(self) -> tuple[int, ...]:
-        """The parameter leaves of which a state has the values before the last step too: those of arrays that steps change."""
-        return tuple(leaf.index for leaf in self.leaves.previous)
 
     @cached_property
     def shapes(self) -> Leaves[Aval]:

@@ -50,11 +50,6 @@ class LoweredStep:
         """The names of the results, in the order in which the plan returns them."""
         return self.bound.outputs
 
-    @property
-    def results(self) -> Outcome[Name]:
-        """What the results are called."""
-        return self.tree.unflatten(self.outputs)
-
     def outcome(self, values: Sequence[Array]) -> Outcome[Array]:
         """The results of a plan, each in its place."""
         found = self.tree.unflatten(values)

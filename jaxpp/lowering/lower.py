@@ -91,7 +91,8 @@ def _feed(builder: Builder, lasting: Builder, step: Step) -> None:
     for stage in range(step.num_stages):
         _gather(lasting, step, stage, [leaf.index for leaf in divided if leaf.stage == stage])
     for stage in range(step.num_stages):
-        names = [name for leaf in step.read(stage, Role.BATCH) for name in step.batch_names(stage, leaf)]
+        read_here = set(step.read(stage, Role.BATCH))
+        names = [name._replace(stage=stage) for name in step.given if name.ref.index in read_here]
         names += [Name(stage, Ref(Role.KEY, k)) for k in step.read(stage, Role.KEY)]
         for name in sorted(names, key=lambda name: name.microbatch):
             what = f"{name.ref.role} {name.ref.index}" + f" of microbatch {name.microbatch}" * (name.microbatch >= 0)

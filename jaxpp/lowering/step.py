@@ -194,10 +194,6 @@ class Step:
         """The stage that returns the loss, and keeps its scale."""
         return self.num_stages - 1
 
-    def batch_names(self, stage: int, leaf: int) -> list[Name]:
-        """What a leaf of the batch is called where a stage reads it, or of each microbatch if these are given one by one."""
-        return [name._replace(stage=stage) for name in self.given if name.ref.index == leaf]
-
     @property
     def whole(self) -> frozenset[int]:
         """The places, among all leaves that are given, of those that every replica gets as they are."""

@@ -38,7 +38,7 @@ from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import fits_pattern, path_name
 from jaxpp.stages.own_params import OWN_NAME, num_shared
-from jaxpp.stages.stacked import Slices, Slicing, assembled_shapes, rows, slicing_of
+from jaxpp.stages.stacked import Slices, Slicing, joined, rows, slicing_of, whole_shape
 from jaxpp.types import Array, Aval, Grads, Params, Tree
 
 LOSS = -1  # the home of what an update combines with the loss before any parameter
@@ -92,7 +92,7 @@ class TracedOptimizer:
     ):
         self._optimizer, self.untrained = optimizer, untrained
         self._loss = jax.ShapeDtypeStruct((), scale_dtype()) if loss is None else loss
-        leaves, self._tree = jax.tree.flatten(assembled_shapes(params))
+        leaves, self._tree = jax.tree.flatten(joined(params, whole_shape))
         self._leaves = shapes_of(leaves)
         self._held = dict[Slicing, HeldOptimizer]()
 
@@ -184,8 +184,34 @@ class TracedOptimizer:
 
     @cached_property
     def belonging(self) -> list[frozenset[int]]:
-        """The parameters to which each leaf of the whole state belongs; where it is one that has a home, that is this one."""
-        return _belonging(self._traced.graph, len(self._leaves), self._opt_paths)
+        """The parameters to which each leaf of the whole state belongs; where it is one that has a home, that is this one.
+
+        Those that are computed from it; else those of the leaves from which its new value is; else those whose gradients or values
+        it records; and if nothing of all this is, those of the leaves beside it in the tree.
+        """
+        graph, count, paths = self._traced.graph, len(self._leaves), self._opt_paths
+        num_opt = len(paths)
+        opt, others = graph.inputs[count : count + num_opt], (*graph.inputs[:count], *graph.inputs[count + num_opt :][:count])
+        of_opt = marked(graph, {var: 1 << k for k, var in enumerate(opt)})
+        of_params = marked(graph, {var: 1 << k % count for k, var in enumerate(others)})
+
+        def numbers(marks: Mapping[Var, int], atom: Atom, most: int) -> frozenset[int]:
+            bits = marks.get(atom, 0) if isinstance(atom, Var) else 0
+            return frozenset(k for k in range(most) if bits >> k & 1)
+
+        before = [numbers(of_opt, atom, num_opt) for atom in graph.outputs]
+        read = [frozenset(leaf for leaf in range(count) if k in before[leaf]) for k in range(num_opt)]
+        found = [
+            read[k] or frozenset().union(*(read[other] for other in before[count + k])) or numbers(of_params, new, count)
+            for k, new in enumerate(graph.outputs[count:])
+        ]
+
+        def beside(k: int) -> frozenset[int]:
+            shared = {j: _num_shared(paths[k], paths[j]) for j, linked in enumerate(found) if linked}
+            nearest = max(shared.values(), default=0)
+            return frozenset[int]().union(*(found[j] for j, length in shared.items() if length == nearest > 0))
+
+        return [linked or beside(k) for k, linked in enumerate(found)]
 
     @cached_property
     def kept(self) -> frozenset[int]:
@@ -420,36 +446,6 @@ def _holds(before: Aval, after: Aval) -> bool:
         return False
     counts = jnp.issubdtype(before.dtype, jnp.integer) and jnp.issubdtype(after.dtype, jnp.inexact)
     return counts or np.can_cast(before.dtype, after.dtype)
-
-
-def _belonging(graph: Graph, count: int, paths: Sequence[KeyPath]) -> list[frozenset[int]]:
-    """The parameters, of so many, to which each leaf of the optimizer's state belongs, by its traced update.
-
-    Those that are computed from it; else those of the leaves from which its new value is; else those whose gradients or values it
-    records; and if nothing of all this is, those of the leaves beside it in the tree.
-    """
-    num_opt = len(paths)
-    opt, others = graph.inputs[count : count + num_opt], (*graph.inputs[:count], *graph.inputs[count + num_opt :][:count])
-    of_opt = marked(graph, {var: 1 << k for k, var in enumerate(opt)})
-    of_params = marked(graph, {var: 1 << k % count for k, var in enumerate(others)})
-
-    def numbers(marks: Mapping[Var, int], atom: Atom, most: int) -> frozenset[int]:
-        bits = marks.get(atom, 0) if isinstance(atom, Var) else 0
-        return frozenset(k for k in range(most) if bits >> k & 1)
-
-    before = [numbers(of_opt, atom, num_opt) for atom in graph.outputs]
-    read = [frozenset(leaf for leaf in range(count) if k in before[leaf]) for k in range(num_opt)]
-    found = [
-        read[k] or frozenset().union(*(read[other] for other in before[count + k])) or numbers(of_params, new, count)
-        for k, new in enumerate(graph.outputs[count:])
-    ]
-
-    def beside(k: int) -> frozenset[int]:
-        shared = {j: _num_shared(paths[k], paths[j]) for j, linked in enumerate(found) if linked}
-        nearest = max(shared.values(), default=0)
-        return frozenset[int]().union(*(found[j] for j, length in shared.items() if length == nearest > 0))
-
-    return [linked or beside(k) for k, linked in enumerate(found)]
 
 
 def _num_shared(path: KeyPath, other: KeyPath) -> int:

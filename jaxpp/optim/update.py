@@ -208,25 +208,6 @@ def _opt_leaf(optimizer: HeldOptimizer, number: int, params: Sequence[StateLeaf]
 _LARGE = 1 << 27  # bytes of arguments above which an update holds little at once, rather than update all leaves side by side
 
 
-def add_update(
-    builder: Builder,
-    update: Update,
-    loss: Name,
-    states: Sequence[Name],
-    packed: _Packed,
-    num_replicas: int,
-    *,
-    visits: bool = False,
-) -> UpdateResults[Name]:
-    """Add the update to a step that has its gradients; ``states`` are what the new model state is called.
-
-    New parameters may take over the buffers of the old ones; those of which the state has the values before the last step too, the
-    buffers of these, unless the device has but copies of either (``visits``). Where replicas divide what they do not have of their
-    own, programs of its own update what they have.
-    """
-    return _Writer(builder, update, loss, states, packed, num_replicas, visits).run()
-
-
 class _Part(NamedTuple):
     start: int
     end: int
@@ -252,11 +233,18 @@ def _packing(
 
 
 @dataclass(eq=False)
-class _Writer:
+class UpdateWriter:
+    """Adds the update to a step that has its gradients.
+
+    New parameters may take over the buffers of the old ones; those of which the state has the values before the last step too, the
+    buffers of these, unless the device has but copies of either (``visits``). Where replicas divide what they do not have of their
+    own, programs of its own update what they have.
+    """
+
     builder: Builder
     update: Update
     loss: Name
-    states: Sequence[Name]
+    states: Sequence[Name]  # what the new model state is called
     packed: _Packed
     num_replicas: int
     visits: bool
@@ -312,6 +300,7 @@ class _Writer:
         return [at if part is None else part for part, at in zip(made, given, strict=True)]
 
     def run(self) -> UpdateResults[Name]:
+        """Write the lines; what their results are called."""
         kept = self.update.kept
         results: dict[int, Name] = {k: self.source[self.old[k]] for k in kept}
         made = [(k, part) for k, part in enumerate(self.result_parts) if k not in kept]

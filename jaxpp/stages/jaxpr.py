@@ -11,7 +11,7 @@ import operator
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -462,11 +462,6 @@ def kind_of(eqn: JaxprEqn) -> str:
     return _RENAMED.get(eqn.primitive.name, eqn.primitive.name)
 
 
-def context_of(eqn: JaxprEqn) -> Hashable:
-    """The settings under which an equation was traced, as far as they decide how it is compiled."""
-    return getattr(eqn, "ctx", None)
-
-
 def mesh_of(eqn: JaxprEqn) -> AbstractMesh:
     """The mesh that was in force when an equation was traced, or on which its operands are; an empty one for none."""
     shardings = [getattr(aval_of(atom), "sharding", None) for atom in eqn.invars]
@@ -593,11 +588,6 @@ def user_line(eqn: JaxprEqn) -> str:
 def is_cast(eqn: JaxprEqn) -> bool:
     """Whether an equation converts a value to another dtype."""
     return kind_of(eqn) == "convert_element_type"
-
-
-def is_sum(eqn: JaxprEqn) -> bool:
-    """Whether an equation adds two gradients of one value."""
-    return kind_of(eqn) == "add_any"
 
 
 def is_zeros(eqn: JaxprEqn) -> bool:

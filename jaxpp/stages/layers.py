@@ -148,17 +148,13 @@ class _Splitter(Rewriter):
         if view is not None:
             self._views[eqn.outvars[0]] = view
         self._turn(eqn)
-        if self._is_made(eqn):
+        if kind_of(eqn) == "slice" and eqn.invars[0] in self._made and _first_row(eqn) is not None:  # rows of what was made of each
             start, stop = (eqn.params[name][0] for name in ("start_indices", "limit_indices"))
             return [self._rows(eqn.invars[0], start, stop)]
         if is_by_row(eqn) and self._is_stacked(eqn.invars[0]):
             self._casts[eqn.outvars[0]] = eqn
         loop = scan_of(eqn) if eqn.outvars else None
         return self.emit(eqn) if loop is None or not self._stacked(eqn, loop) else self._split(eqn, loop)
-
-    def _is_made(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation takes whole rows of what a loop that was split has made of each layer."""
-        return kind_of(eqn) == "slice" and eqn.invars[0] in self._made and _first_row(eqn) is not None
 
     def _view(self, eqn: JaxprEqn) -> "_View | None":
         """What the result of an equation is of a parameter: rows of it as they are, cast, or put together."""

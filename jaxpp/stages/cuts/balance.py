@@ -48,8 +48,13 @@ def balance(loss: TracedLoss, num_stages: int, slack: float = SLACK, speeds: Seq
 
 
 def balance_within(loss: TracedLoss, first: Int[np.ndarray, "stages ends"]) -> Cuts:
-    """Cut for stages that all have something to do, then for the fewest bytes; a stage begins at ``first[stage, end]`` or later."""
-    return _cheapest(loss, first, np.zeros(first.shape), _charged(loss, len(first)))
+    """Cut for stages that all have something to do, then for the fewest bytes; a stage begins at ``first[stage, end]`` or later.
+
+    What a stage lacks is charged more than all bytes that could cross.
+    """
+    price, lacking = 4.0 * len(first) * (max(loss.boundary_bytes, default=0) + 1.0), faults(loss, len(first))
+    charges: _Charges = lambda _, starts, end: price * lacking(np.arange(starts.start, starts.stop), end)  # noqa: E731
+    return _cheapest(loss, first, np.zeros(first.shape), charges)
 
 
 def least_largest(loss: TracedLoss, num_stages: int, speeds: Sequence[float] = ()) -> float | None:
@@ -104,12 +109,6 @@ def faults(loss: TracedLoss, num_stages: int) -> Callable[[np.ndarray, np.ndarra
         return idle + (starts > last[0][ends]) + (starts > last[1][ends])
 
     return lacking
-
-
-def _charged(loss: TracedLoss, num_stages: int) -> _Charges:
-    """Charges stages for what they lack more than for all bytes that could cross."""
-    price, lacking = 4.0 * num_stages * (max(loss.boundary_bytes, default=0) + 1.0), faults(loss, num_stages)
-    return lambda _, starts, end: price * lacking(np.arange(starts.start, starts.stop), end)
 
 
 def align(

@@ -1286,12 +1286,10 @@ def advice(
         fix = 'pass reduction="sum", or return the mean'
         if not own:
             fix = 'return the mean, or the sum as aux, which is added over the microbatches: return loss, {"sum": sum}'
-        return f"{computed}.\n  Got: {got}.\n  Fix: {fix}."
-    if verdict.what == "mean":
+    elif verdict.what == "mean":
         got = f"a mean over the examples, of which that is {num_microbatches} times as much{gradients}"
         fix = "leave reduction out, or return the sum" if own else 'return the sum, or the mean as aux: return loss, {"mean": mean}'
-        return f"{computed}.\n  Got: {got}.\n  Fix: {fix}."
-    if verdict.what == "count" and verdict.divisor is not None and verdict.divisor.var is not None:
+    elif verdict.what == "count" and verdict.divisor is not None and verdict.divisor.var is not None:
         plain = verdict.divisor.degree == verdict.degree == 0 and is_reciprocal(loss.graph, verdict.divisor)
         line = written(loss, verdict.divisor.var, leaves) if plain else None
         got = "a sum over the examples divided by a count of them, which may be another in each microbatch"
@@ -1300,11 +1298,12 @@ def advice(
             both = f'{{"sum": sum, "count": {line or "count"}}}'
             fix = f"return both as aux, {both}, which are added over the microbatches, and divide "
             fix += 'metrics.aux["sum"] by metrics.aux["count"]'
-        return f"{computed}.\n  Got: {got}.\n  Fix: {fix}."
-    got = f"a loss that is no mean over the examples: {verdict.mixing}"
-    if automatic:
-        got += '; weight="auto" finds no count to weigh by, so microbatches weigh as many examples as they have'
-    return f"{computed}, and each microbatch knows its own examples only.\n  Got: {got}.\n  Fix: {_WHOLE if own else WHOLE_THERE}."
+    else:
+        computed += ", and each microbatch knows its own examples only"
+        got, fix = f"a loss that is no mean over the examples: {verdict.mixing}", _WHOLE if own else WHOLE_THERE
+        if automatic:
+            got += '; weight="auto" finds no count to weigh by, so microbatches weigh as many examples as they have'
+    return f"{computed}.\n  Got: {got}.\n  Fix: {fix}."
 
 
 def _step(own: bool) -> str:
