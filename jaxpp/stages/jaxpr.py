@@ -29,8 +29,7 @@ Atom = Var | Literal  # What an equation reads: a variable or a number
 
 Checkpoint = Callable[[Callable[..., Tree]], Callable[..., Tree]]  # Puts a function under ``jax.checkpoint``
 
-_RENAMED = {"pjit": "jit", "remat": "checkpoint", "remat2": "checkpoint", "copy_p": "copy"}
-_RENAMED |= {"custom_vjp_call": "custom_vjp", "custom_jvp_call": "custom_jvp"}
+_RENAMED = {"remat2": "checkpoint", "copy_p": "copy", "custom_vjp_call": "custom_vjp", "custom_jvp_call": "custom_jvp"}
 CALLS = frozenset({"jit", "closed_call", "core_call"})  # Kinds of equations that only call a function
 CUSTOM_RULES = frozenset({"custom_jvp", "custom_vjp"})  # Kinds of equations that call a function with a derivative of its own
 CHECKPOINTS = frozenset({"checkpoint"})  # Kinds of equations that call a function under ``jax.checkpoint``
@@ -779,10 +778,8 @@ def window_of(eqn: JaxprEqn, integer: Callable[[Atom], int | None]) -> Window | 
         start = tuple(min(max(a, 0), full - size) for a, size, full in zip(indices, sizes, shape, strict=True))
         return Window(start, tuple(a + size for a, size in zip(start, sizes, strict=True)), ones)
     if kind == "gather":  # of one row: jnp.take(w, 3, axis=0)
-        named, row = eqn.params["dimension_numbers"], integer(eqn.invars[1])
-        plain = (named.collapsed_slice_dims, named.start_index_map, named.operand_batching_dims) == ((0,), (0,), ())
-        whole_rows = tuple(eqn.params["slice_sizes"]) == (1, *shape[1:]) and aval_of(eqn.outvars[0]).shape == shape[1:]
-        if plain and whole_rows and row is not None and 0 <= row < shape[0]:
+        row = integer(eqn.invars[1])
+        if lookup_of(eqn) and aval_of(eqn.outvars[0]).shape == shape[1:] and row is not None and 0 <= row < shape[0]:
             return Window((row, *[0] * (len(shape) - 1)), (row + 1, *shape[1:]), ones, squeezed=True)
     return None
 
