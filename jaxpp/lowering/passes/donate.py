@@ -12,8 +12,6 @@ from dataclasses import replace
 from jaxpp.lowering.builder import Line, LineCall, LineList, LineListT, Name, here
 from jaxpp.stages.program import Role
 
-__all__ = ["donate", "let_go", "replaced"]
-
 
 def donate(lines: LineListT, gives: Collection[Name]) -> LineListT:
     """The lines with the buffers that each takes over; ``gives`` are the arguments that the caller does not read again."""
