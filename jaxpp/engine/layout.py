@@ -40,7 +40,7 @@ from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.axes import DATA, MODEL, axis_names
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven
+from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, readers, resolve, uneven
 from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
 from jaxpp.stages.cuts.by_step import Lengths, Links, PerStage, balance_step, step_costs
 from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy, with_copies
@@ -179,11 +179,6 @@ class Layout:
     def num_shared(self) -> int:
         """How many parameter leaves all replicas share; they are the first."""
         return len(self.leaves.params)
-
-    @property
-    def num_own(self) -> int:
-        """How many parameter leaves each replica has of its own; they are the last."""
-        return len(self.leaves.own_params)
 
     def divided(self, options: Options) -> "Layout":
         """The same where replicas divide what these options say."""
@@ -373,10 +368,10 @@ class _Layouts:
         self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], params: Sequence[StateLeaf], slicing: Slicing
     ) -> Iterator[Warning | None]:
         """What to tell the user of these stages; what ranks of unequal width cannot share is refused."""
-        options, readers, specs = self.options, _readers(loss, cuts, owner), [leaf.spec for leaf in params]
-        placement = options.placement
+        options, placement, specs = self.options, self.options.placement, [leaf.spec for leaf in params]
+        held_on = [{home, *stages} for home, stages in zip(owner, readers(loss.param_uses, len(owner), cuts), strict=True)]
         if not placement.is_even:
-            widths = [{placement[stage].num_shards for stage in stages} for stages in readers]
+            widths = [{placement[stage].num_shards for stage in stages} for stages in held_on]
             fix = "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...]"
             check_even(specs, loss, widths, fix)
         yield options.devices_warning
@@ -390,7 +385,7 @@ class _Layouts:
             copies=any(leaf.late and not leaf.changes for leaf in params),
         )
         if not loss.graph.sharded:
-            divided_on = {stage for spec, stages in zip(specs, readers, strict=True) if any(spec) for stage in stages}
+            divided_on = {stage for spec, stages in zip(specs, held_on, strict=True) if any(spec) for stage in stages}
             yield from undivided_warnings(placement, divided_on, by_list=options.by_list)
         yield None if self.optimizer is None else _lost_state(loss, self.given[0], self.frozen)
         chosen = options.cuts is None and self.like is None and options.balance != "memory"
@@ -517,15 +512,6 @@ def _check_collectives(loss: TracedLoss, placement: Placement, weight: object, n
         rule = "a collective mixes what the losses of replicas depend on, and these must weigh the same"
         got = "weights of microbatches" if weight else "replicas with parameters of their own"
         raise ArgumentError("a loss with collectives between replicas", rule, got, "leave the collectives out, or the weights")
-
-
-def _readers(loss: TracedLoss, cuts: Cuts, owner: Sequence[int]) -> list[set[int]]:
-    """The stages that hold each parameter leaf in a step: its owner, and those that read it."""
-    readers = [{stage} for stage in owner]
-    for k, uses in enumerate(loss.param_uses):
-        for leaf in uses:
-            readers[leaf].add(bisect.bisect_right(cuts, k))
-    return readers
 
 
 def links_of(placement: Placement) -> Links:

@@ -8,7 +8,7 @@ A second trace of the model (another batch shape, an evaluation loss) is cut whe
 
 import bisect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -131,14 +131,19 @@ def align(
 
 def owners(loss: TracedLoss, cuts: Cuts) -> tuple[int, ...]:
     """The stage that owns each parameter leaf: the first that uses it; an unused leaf stays with the leaf before it."""
-    owner: dict[int, int] = {}
-    for k, uses in enumerate(loss.param_uses):
-        for leaf in uses:
-            owner.setdefault(leaf, bisect.bisect_right(cuts, k))
-    result: list[int] = []
-    for leaf in range(len(loss.params)):
-        result.append(owner.get(leaf, result[-1] if result else 0))
-    return tuple(result)
+    result = [0]
+    for stages in readers(loss.param_uses, len(loss.params), cuts):
+        result.append(min(stages, default=result[-1]))
+    return tuple(result[1:])
+
+
+def readers(uses: Sequence[Collection[int]], num_leaves: int, cuts: Cuts) -> list[set[int]]:
+    """The stages that use each leaf, where spine equation k ``uses[k]``."""
+    found: list[set[int]] = [set() for _ in range(num_leaves)]
+    for k, leaves in enumerate(uses):
+        for leaf in leaves:
+            found[leaf].add(bisect.bisect_right(cuts, k))
+    return found
 
 
 def prefix_sums(loss: TracedLoss) -> np.ndarray:
