@@ -46,7 +46,7 @@ from jaxpp.stages.cuts.by_step import Lengths, Links, PerStage, balance_step, st
 from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy, with_copies
 from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.floating import frozen_by_type
-from jaxpp.stages.jaxpr import calls_host, describe, shapes_of, variables
+from jaxpp.stages.jaxpr import aval_of, calls_host, describe, shapes_of, variables
 from jaxpp.stages.layers import rows_between, slices_between, stacked_axes
 from jaxpp.stages.loss.aux import Reducer, check_aux
 from jaxpp.stages.loss.microbatch import (
@@ -257,8 +257,8 @@ def lay_out(
     if name not in traces.losses:
         traces.losses[name] = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
     layered = traces.losses[name]
-    state = [leaf.shape for leaf in jax.tree.leaves(given[1:])]
-    rows = Slicing(tuple((1,) * shape[0] if k in layered.stacked_state else () for k, shape in enumerate(state)))
+    stacked = {rows.leaf for each in layered.layers for rows in each.rows}
+    rows = Slicing(tuple((1,) * aval_of(var).shape[0] if var in stacked else () for var in layered.state))
     if rows.any:  # each row is a leaf, so that cuts may lie between two layers
         layered = tracing.trace(options.loss_fn, (given[0], rows.of(given[1])), microbatch, key, per_layer=True)
     if options.cuts is None and like is None:

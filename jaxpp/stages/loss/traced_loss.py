@@ -170,12 +170,6 @@ class TracedLoss:
         return tuple(self.graph.eqns[producers[atom]].invars[0] if isinstance(atom, Var) else atom for atom in self.new_state)
 
     @cached_property
-    def stacked_state(self) -> frozenset[int]:
-        """The model state leaves of which each layer of a loop reads a row."""
-        read = {rows.leaf for each in self.layers for rows in each.rows}
-        return frozenset(k for k, var in enumerate(self.state) if var in read)
-
-    @cached_property
     def unchanged(self) -> frozenset[int]:
         """The model state leaves whose new value is the old one."""
         return frozenset(k for k, (old, source) in enumerate(zip(self.state, self.sources, strict=True)) if old is source)
