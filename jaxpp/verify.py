@@ -204,7 +204,7 @@ def _by_task(grads: Sequence[Grads], scales: Array | None, groups: Sequence[Sequ
     for group in groups:
         mine = [i for r in group for i in range(r * count, (r + 1) * count)]
         share = 1.0 if scales is None else sum(scales[i] for i in mine)
-        total = _sum([grads[i].own for i in mine])
+        total = _sum([grads[i].task for i in mine])
         mean = jax.tree.map(lambda leaf, share=share: (leaf / share).astype(leaf.dtype), total)
         found |= dict.fromkeys(group, mean)
     return [Joint(shared, found[r]) for r in sorted(found)]
@@ -533,7 +533,7 @@ def _size_of_terms(loss_fn: LossFn, *, has_state: bool) -> LossFn:
 def _state_of(engine: Engine, leaves: Leaves[Array], step: int | None = 0) -> State:
     """The state that has these leaves, whole; what each replica has of its own has a row for each."""
     states = states_of(engine)
-    if not (engine.placed.per_replica and engine.slicing.any):
+    if not (engine.placed.per_replica and engine.layout.slicing.any):
         return states.wrap(leaves, step)
     each = [states.wrap(own, step) for own in _of_each_replica(engine, leaves)]
     return each[0].replace(**{part: _together([getattr(one, part) for one in each]) for part in ("params", "opt_state")})
@@ -543,7 +543,7 @@ def _grads_of(engine: Engine, found: Outcome[Array]) -> Grads:
     """The whole gradients of a step; those of what each replica has of its own have a row for each."""
     tree, shared = jax.tree.structure(engine.layout.params), engine.layout.num_shared
     grads = filled(found.grads, jax.tree.leaves(engine.layout.params), masked)
-    if not (engine.placed.per_replica and engine.slicing.any):
+    if not (engine.placed.per_replica and engine.layout.slicing.any):
         return assembled(tree.unflatten(grads))
     each = _of_each_replica(engine, Leaves(grads[:shared], grads[shared:]))
     return _together([assembled(tree.unflatten(grads.all_params)) for grads in each])

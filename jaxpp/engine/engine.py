@@ -28,7 +28,7 @@ from jaxpp.lowering.passes.transform import Pass, transform
 from jaxpp.lowering.passes.visits import early, visit
 from jaxpp.lowering.plan import Execution, Plan
 from jaxpp.lowering.step import COPIES, Leaves, Step, state_name, total_name
-from jaxpp.optim.update import Update, add_update, flat
+from jaxpp.optim.update import Update, UpdateWriter, flat
 from jaxpp.options import Options
 from jaxpp.runtime.bind import Bound, bind_lines, compile_plan, report
 from jaxpp.runtime.compile import Programs, trace_context
@@ -52,7 +52,7 @@ from jaxpp.stages.jaxpr import calls_host, describe
 from jaxpp.stages.loss.microbatch import Microbatches, batch_avals, raw_key
 from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.remat import RematPolicy
-from jaxpp.stages.stacked import Slicing, is_slices
+from jaxpp.stages.stacked import is_slices
 from jaxpp.types import Array, Batch, Key, Leaf, LossFn, Tree
 
 _T = TypeVar("_T")
@@ -151,11 +151,6 @@ class Engine:
         return self.placed.placement
 
     @property
-    def owner(self) -> tuple[int, ...]:
-        """The stage of each parameter leaf."""
-        return self.layout.owner
-
-    @property
     def update(self) -> Update:
         """The optimizer, placed; traced again under other options of JAX than those under which the state was laid out."""
         return self._updates.get_or_make(trace_context(), self._traced_again)
@@ -179,11 +174,6 @@ class Engine:
             raise StateError("state", rule, changed or "an optimizer state of another structure", fix)
         return found
 
-    @property
-    def slicing(self) -> Slicing:
-        """Which parameter leaves are held as slices."""
-        return self.layout.slicing
-
     def leaves(self, state: Tree) -> Leaves[Array]:
         """The leaves of a state whose arrays live where this engine's do, by what they are."""
         names = self.placed.names
@@ -205,15 +195,17 @@ class Engine:
         for group in COPIES:
             pairs = zip(getattr(placed.leaves, group), getattr(placed.homes, group), strict=True)
             leaves = leaves._replace(**{group: [put(params[leaf.index], home) for leaf, home in pairs]})
-        return leaves._replace(loss_scale=self.make_loss_scale())
+        values, names = [] if self.options.loss_scale is None else self.options.loss_scale.init(), placed.names.loss_scale
+        scale = [put_at(self.placement[name.stage], name.ref, value) for value, name in zip(values, names, strict=True)]
+        return leaves._replace(loss_scale=scale)
 
     def before_last(self, leaves: Leaves[Array]) -> Leaves[Array]:
         """The leaves of a state with the parameters and the scale of the gradients of its next step: with ``delay`` older ones."""
         params, scale, scaling = list(leaves.params), list(leaves.loss_scale), self.options.loss_scale
         if scaling is not None:
             scale[scaling.scale] = scale[scaling.by]
-        for leaf, value in zip(self.placed.stale, leaves.previous, strict=True):
-            params[leaf] = value
+        for leaf, value in zip(self.placed.leaves.previous, leaves.previous, strict=True):
+            params[leaf.index] = value
         return leaves._replace(params=params, loss_scale=scale)
 
     def distinct(self, leaves: Leaves[Array]) -> Leaves[Array]:
@@ -227,7 +219,9 @@ class Engine:
     def sliced(self, made: Tree) -> Tree:
         """What init was given or made, as it is held."""
         params, *state = made if self.options.has_state else (made,)
-        sliced = self.slicing.first(len(jax.tree.leaves(params, is_leaf=is_slices))).of(params)  # those of the shared part alone
+        sliced = self.layout.slicing.first(len(jax.tree.leaves(params, is_leaf=is_slices))).of(
+            params
+        )  # those of the shared part alone
         return (sliced, *map(self.layout.state_slicing.of, state)) if self.options.has_state else sliced
 
     def cut_at(self, microbatch: Batch, key: Key | None) -> CutLoss:
@@ -288,12 +282,6 @@ class Engine:
             (flowing, flowing),
         ]
         return cast("Bound", transform(draft, [one for wanted, one in passes if wanted and one]))
-
-    def make_loss_scale(self) -> list[Array]:
-        """Make the loss scale, on its owner."""
-        leaves = [] if self.options.loss_scale is None else self.options.loss_scale.init()
-        names = self.placed.names.loss_scale
-        return [put_at(self.placement[name.stage], name.ref, leaf) for leaf, name in zip(leaves, names, strict=True)]
 
     def plan(
         self,
@@ -408,11 +396,11 @@ class Engine:
         last, held = len(step.sizes), names.model_state
         states = [state_name(name.stage, leaf, last, shared=name.ref.shared) for leaf, name in enumerate(held)]
         if purpose == "update":
-            builder.lines = with_previous(builder.lines, self.placed.stale)
+            builder.lines = with_previous(builder.lines, {leaf.index for leaf in self.placed.leaves.previous})
             return self._add_update(builder, step, found, states)
         if purpose == "grads":
             add_gradients(builder, step)
-            owners = zip(self.owner, step.params, strict=True)
+            owners = zip(self.layout.owner, step.params, strict=True)
             grads = [total_name(stage, Role.GRAD, leaf) for leaf, (stage, shape) in enumerate(owners) if has_gradient(shape)]
             found = found._replace(grads=grads)
         return found._replace(model_state=states)
@@ -426,13 +414,13 @@ class Engine:
 
     def _add_update(self, builder: Builder, step: Step, found: Outcome[Name], states: Sequence[Name]) -> Outcome[Name]:
         update, names, packed = self.update, self.placed.names_on_devices, step.packed_sums
-        add_zero_gradients(builder, step, [leaf for leaf in range(len(self.owner)) if leaf not in self.layout.frozen])
+        add_zero_gradients(builder, step, [leaf for leaf in range(len(step.owner)) if leaf not in self.layout.frozen])
         if step.calls_host:
-            leaves = [total_name(self.owner[leaf], Role.GRAD, leaf) for leaf in step.trained if leaf not in packed]
+            leaves = [total_name(step.owner[leaf], Role.GRAD, leaf) for leaf in step.trained if leaf not in packed]
             grads = dict.fromkeys([*leaves, *(vector for vector, _ in packed.values())])
             add_wait(builder, "the loss", [found.loss, *found.aux, *grads, *states])
         calls = calls_host(update.graph.eqns)
-        made = add_update(builder, update, found.loss, states, packed, self.placement.num_replicas, visits=step.visits)
+        made = UpdateWriter(builder, update, found.loss, states, packed, self.placement.num_replicas, step.visits).run()
         if calls:
             add_wait(builder, "the optimizer", flat(made))
         finite = made.finite[0] if made.finite else None
@@ -498,7 +486,8 @@ class Engine:
             plan, lowered = self.plan("update", batch, key, watched=watched)
             if (flow := lowered.bound.flow) is not None:
                 leaves = whole(given.first.state if isinstance(given, Tail) else given)
-                return self._begin(given, leaves, plan, lowered, flow, batch, key, observer, hold)
+                run = Execution(plan, self._arguments(lowered, "update", leaves, batch, key))
+                return self._begin(given, leaves, run, lowered, flow, observer, hold)
         leaves = whole(given.outcome().state if isinstance(given, Tail) else given)
         return self.run("update", leaves, batch, key, donate=donate, observer=observer, watched=watched, hold=hold)
 
@@ -506,21 +495,18 @@ class Engine:
         self,
         given: Leaves[Array] | Tail,
         leaves: Leaves[Array],
-        plan: Plan,
+        run: Execution,
         lowered: LoweredStep,
         flow: Flow,
-        batch: Batch,
-        key: Key | None,
         observer: Observer | None,
         hold: Callable[[], None] | None,
     ) -> Tail:
-        threads = self._threads_of(plan)
-        run = Execution(plan, self._arguments(lowered, "update", leaves, batch, key))
+        threads = self._threads_of(run.plan)
         if isinstance(given, Tail):
             if hold is not None:
                 hold()
             before = given.beside(run, flow, observer)
-            for slot, known, value in zip(plan.inputs, leaves.flat(), before.state.flat()):  # noqa: B905  (the batch comes behind)
+            for slot, known, value in zip(run.plan.inputs, leaves.flat(), before.state.flat()):  # noqa: B905  (the batch comes behind)
                 if known is None:
                     run.slots[slot] = value
         else:

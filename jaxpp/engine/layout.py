@@ -40,13 +40,13 @@ from jaxpp.schedule.residual_counts import counts_at_peaks, lifetimes
 from jaxpp.schedule.simulate import simulate
 from jaxpp.stages.axes import DATA, MODEL, axis_names
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, resolve, uneven
+from jaxpp.stages.cuts.balance import Cuts, align, balance, check_giant, owners, readers, resolve, uneven
 from jaxpp.stages.cuts.by_memory import StageBytes, balance_memory
 from jaxpp.stages.cuts.by_step import Lengths, Links, PerStage, balance_step, step_costs
 from jaxpp.stages.cuts.cut_loss import CutLoss, StateCopy, with_copies
 from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.floating import frozen_by_type
-from jaxpp.stages.jaxpr import calls_host, describe, shapes_of, variables
+from jaxpp.stages.jaxpr import aval_of, calls_host, describe, shapes_of, variables
 from jaxpp.stages.layers import rows_between, slices_between, stacked_axes
 from jaxpp.stages.loss.aux import Reducer, check_aux
 from jaxpp.stages.loss.microbatch import (
@@ -180,11 +180,6 @@ class Layout:
         """How many parameter leaves all replicas share; they are the first."""
         return len(self.leaves.params)
 
-    @property
-    def num_own(self) -> int:
-        """How many parameter leaves each replica has of its own; they are the last."""
-        return len(self.leaves.own_params)
-
     def divided(self, options: Options) -> "Layout":
         """The same where replicas divide what these options say."""
         packed = {ref.index for each in self.packs for pack in each for ref in pack.members}
@@ -262,8 +257,8 @@ def lay_out(
     if name not in traces.losses:
         traces.losses[name] = tracing.trace(options.loss_fn, given, microbatch, key, per_layer=True)
     layered = traces.losses[name]
-    state = [leaf.shape for leaf in jax.tree.leaves(given[1:])]
-    rows = Slicing(tuple((1,) * shape[0] if k in layered.stacked_state else () for k, shape in enumerate(state)))
+    stacked = {rows.leaf for each in layered.layers for rows in each.rows}
+    rows = Slicing(tuple((1,) * aval_of(var).shape[0] if var in stacked else () for var in layered.state))
     if rows.any:  # each row is a leaf, so that cuts may lie between two layers
         layered = tracing.trace(options.loss_fn, (given[0], rows.of(given[1])), microbatch, key, per_layer=True)
     if options.cuts is None and like is None:
@@ -340,11 +335,6 @@ class _Layouts:
             warnings=tuple(filter(None, warnings)),
         ).divided(options), first
 
-    @property
-    def _still(self) -> frozenset[int]:
-        """The parameter leaves given that no loss of a state trains."""
-        return untrained_leaves(self.given[0], self.options.late, strict=False)
-
     def _specs(self, slicing: Slicing, shared: int) -> list[PartitionSpec]:
         """How each parameter leaf is sharded, if they are sliced so."""
         given = self.specs or [WHOLE] * len(jax.tree.leaves(self.given[0]))
@@ -365,7 +355,8 @@ class _Layouts:
             fix = "shard another axis, or pass cuts=[...] or stages whose rows are divisible"
             raise ArgumentError("shardings", rule, rough, fix)
         untrained = () if self.optimizer is None else self.optimizer.untrained
-        frozen, kept, still = (set(slicing.leaves(which)) for which in (self.frozen, untrained, self._still))
+        still = untrained_leaves(self.given[0], options.late, strict=False)  # which no loss of a state trains
+        frozen, kept, still = (set(slicing.leaves(which)) for which in (self.frozen, untrained, still))
         late = set(range(shared if options.delay and self.optimizer is not None else 0)).difference(still)
         found = [
             StateLeaf(Role.PARAM, k, aval, -1, frozen=k in frozen, own=k >= shared, changes=k not in kept, late=k in late)
@@ -377,10 +368,10 @@ class _Layouts:
         self, loss: TracedLoss, cuts: Cuts, owner: Sequence[int], params: Sequence[StateLeaf], slicing: Slicing
     ) -> Iterator[Warning | None]:
         """What to tell the user of these stages; what ranks of unequal width cannot share is refused."""
-        options, readers, specs = self.options, _readers(loss, cuts, owner), [leaf.spec for leaf in params]
-        placement = options.placement
+        options, placement, specs = self.options, self.options.placement, [leaf.spec for leaf in params]
+        held_on = [{home, *stages} for home, stages in zip(owner, readers(loss.param_uses, len(owner), cuts), strict=True)]
         if not placement.is_even:
-            widths = [{placement[stage].num_shards for stage in stages} for stages in readers]
+            widths = [{placement[stage].num_shards for stage in stages} for stages in held_on]
             fix = "change the sharding, the number of devices of that rank, or where stages begin: cuts=[...]"
             check_even(specs, loss, widths, fix)
         yield options.devices_warning
@@ -394,7 +385,7 @@ class _Layouts:
             copies=any(leaf.late and not leaf.changes for leaf in params),
         )
         if not loss.graph.sharded:
-            divided_on = {stage for spec, stages in zip(specs, readers, strict=True) if any(spec) for stage in stages}
+            divided_on = {stage for spec, stages in zip(specs, held_on, strict=True) if any(spec) for stage in stages}
             yield from undivided_warnings(placement, divided_on, by_list=options.by_list)
         yield None if self.optimizer is None else _lost_state(loss, self.given[0], self.frozen)
         chosen = options.cuts is None and self.like is None and options.balance != "memory"
@@ -523,15 +514,6 @@ def _check_collectives(loss: TracedLoss, placement: Placement, weight: object, n
         raise ArgumentError("a loss with collectives between replicas", rule, got, "leave the collectives out, or the weights")
 
 
-def _readers(loss: TracedLoss, cuts: Cuts, owner: Sequence[int]) -> list[set[int]]:
-    """The stages that hold each parameter leaf in a step: its owner, and those that read it."""
-    readers = [{stage} for stage in owner]
-    for k, uses in enumerate(loss.param_uses):
-        for leaf in uses:
-            readers[leaf].add(bisect.bisect_right(cuts, k))
-    return readers
-
-
 def links_of(placement: Placement) -> Links:
     """What sends between neighbouring stages take at least, by the rates of the devices."""
     devices = [place.devices[0] for place in placement.places]
@@ -616,11 +598,6 @@ class Placed:
     def names_on_devices(self) -> Leaves[Name]:
         """What each leaf of a state is called on the devices of its stage."""
         return self.leaves.map(lambda leaf: leaf.name(self.base.num_replicas))
-
-    @property
-    def stale(self) -> tuple[int, ...]:
-        """The parameter leaves of which a state has the values before the last step too: those of arrays that steps change."""
-        return tuple(leaf.index for leaf in self.leaves.previous)
 
     @cached_property
     def shapes(self) -> Leaves[Aval]:

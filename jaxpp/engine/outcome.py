@@ -41,19 +41,9 @@ class Outcome(NamedTuple, Generic[_T]):
 class LoweredStep:
     """A step as lines, with their places."""
 
-    bound: Bound  # its inputs are leaves of the state, batch leaves, the key
+    bound: Bound  # its inputs are leaves of the state, batch leaves, the key; its outputs those of the plan, in their order
     step: Step
     tree: Any  # the structure of the results, an ``Outcome``
-
-    @property
-    def outputs(self) -> tuple[Name, ...]:
-        """The names of the results, in the order in which the plan returns them."""
-        return self.bound.outputs
-
-    @property
-    def results(self) -> Outcome[Name]:
-        """What the results are called."""
-        return self.tree.unflatten(self.outputs)
 
     def outcome(self, values: Sequence[Array]) -> Outcome[Array]:
         """The results of a plan, each in its place."""

@@ -35,7 +35,7 @@ class Tail:
     ):
         self.engine, self.lowered, self.flow, self._run, self._threads = engine, lowered, flow, run, threads
         self._groups, self._names = groups, groups.names
-        late = [name in self.flow.late for name in lowered.outputs]
+        late = [name in self.flow.late for name in lowered.bound.outputs]
         values = [None if one else value for one, value in zip(late, run.results(), strict=True)]
         self.first = lowered.outcome(cast("list[Array]", values))  # what the body has made; None for the rest
         for slot in run.plan.of_body:

@@ -46,7 +46,7 @@ from jaxpp.stages.loss.microbatch import (
     scale_dtype,
     shared_leaves,
 )
-from jaxpp.stages.loss.rng_key import KeyArgument, in_place_of_key, key_argument, name_of
+from jaxpp.stages.loss.rng_key import in_place_of_key, key_argument, name_of
 from jaxpp.stages.loss.traced_loss import TracedLoss, in_order_of, trace_loss, unfit
 from jaxpp.stages.stage import ProgramOptions
 from jaxpp.types import Batch, Key, Leaf, LossFn, Tree
@@ -128,29 +128,27 @@ class Tracing:
     def __init__(self, options: Options, frozen: frozenset[int] = frozenset(), owner: tuple[int, ...] = ()):
         self.options, self.frozen, self.owner = options, frozen, owner
 
-    def _key_argument(self, loss_fn: LossFn) -> KeyArgument:
-        return key_argument(loss_fn, 2 + self.options.has_state)
+    def key_for(self, variables: Sequence[Tree], batch: Batch, key: Key | None = None) -> Key | None:
+        """The key that the loss is traced with: ``key``, ``jax.random.key(0)`` unless given; None if the loss takes none.
 
-    def takes_key(self, variables: Sequence[Tree], batch: Batch) -> bool:
-        """Whether the loss takes a key. A loss with ``*args`` is tried."""
-        found = self._key_argument(self.options.loss_fn)
+        A loss with ``*args`` is tried.
+        """
+        found = key_argument(self.options.loss_fn, 2 + self.options.has_state)
+        key = jax.random.key(0) if key is None else key
         if found.sure or found.name:
-            return found.sure and found.name is not None
+            return key if found.sure and found.name is not None else None
         try:
             with cudnn_of(self.options.devices):
                 self.options.axes.shapes(self.options.loss_fn, *variables, batch, jax.random.key(0))
         except Exception as error:  # noqa: BLE001  (whatever else is wrong is said when it is traced)
-            return not isinstance(error, TypeError)
-        return True
-
-    def key_for(self, variables: Sequence[Tree], batch: Batch, key: Key | None = None) -> Key | None:
-        """The key that the loss is traced with: ``key``, ``jax.random.key(0)`` unless given; None if the loss takes none."""
-        return (jax.random.key(0) if key is None else key) if self.takes_key(variables, batch) else None
+            return None if isinstance(error, TypeError) else key
+        return key
 
     def check_key_taken(self, loss_fn: LossFn, key: Key | None) -> None:
         """Refuse what is no key, a key for a loss, or another function, that takes none, and no key for one that needs it."""
-        found, noun = self._key_argument(loss_fn), "loss" if self.options.is_loss else "function"
-        check_key(key, loss_fn, 2 + self.options.has_state)
+        before, noun = 2 + self.options.has_state, "loss" if self.options.is_loss else "function"
+        found = key_argument(loss_fn, before)
+        check_key(key, loss_fn, before)
         if key is not None and found.sure and found.name is None:
             rule, fix = f"a key is for a {noun} that takes one", f"leave it out, or give the {noun} one more parameter"
             raise ArgumentError("key", rule, f"a key, and {name_of(loss_fn)}", fix)

@@ -594,7 +594,7 @@ class Forward:
         cut = engine.preparer.step(batch, key, train=options.is_loss).cuts[0]
         functions = self._by_hand(engine)
         offloading = {pair.forward.stage for pair in engine.options.offloaded}
-        rows = tabulate(cut, engine.owner, places, functions, offloading)
+        rows = tabulate(cut, engine.layout.owner, places, functions, offloading)
         schedule = engine.options.schedule
         stages = Stages(rows, remarks, schedule.name, speed_up(schedule, engine.placement, cut))
         return self._equip(engine, stages, variables, batch, key)
@@ -603,7 +603,7 @@ class Forward:
         return open_engine(self._options, self._optimizer, variables, batch, key, known=known)
 
     def _by_hand(self, engine: Engine) -> Sequence[Callable[..., Tree]]:
-        return by_hand(len(engine.placement.places), engine.cut_at, engine.slicing, has_state=self._options.has_state)
+        return by_hand(len(engine.placement.places), engine.cut_at, engine.layout.slicing, has_state=self._options.has_state)
 
     # What a pipeline does in another way.
 

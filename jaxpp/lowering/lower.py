@@ -91,7 +91,8 @@ def _feed(builder: Builder, lasting: Builder, step: Step) -> None:
     for stage in range(step.num_stages):
         _gather(lasting, step, stage, [leaf.index for leaf in divided if leaf.stage == stage])
     for stage in range(step.num_stages):
-        names = [name for leaf in step.read(stage, Role.BATCH) for name in step.batch_names(stage, leaf)]
+        read_here = set(step.read(stage, Role.BATCH))
+        names = [name._replace(stage=stage) for name in step.given if name.ref.index in read_here]
         names += [Name(stage, Ref(Role.KEY, k)) for k in step.read(stage, Role.KEY)]
         for name in sorted(names, key=lambda name: name.microbatch):
             what = f"{name.ref.role} {name.ref.index}" + f" of microbatch {name.microbatch}" * (name.microbatch >= 0)
@@ -211,13 +212,13 @@ def _keys(builder: Builder, step: Step, stage: int) -> list[_Part]:
 
 def _scales(builder: Builder, step: Step, stage: int) -> list[_Part]:
     names = [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
-    if step.weigh is None:
+    if step.weights is None:
         builder.constants |= dict(zip(names, _shares(step), strict=True))
         return []
     source, here = Name(step.loss_stage, Ref(Role.SCALE)), Name(stage, Ref(Role.SCALE))
-    if stage == step.loss_stage and step.weights is not None:
+    if stage == step.loss_stage:
         names_in = [step.given[place]._replace(stage=stage) for place in step.weights.places]
-        builder.compute("weigh", step.weigh, stage, names_in, [source])
+        builder.compute("weigh", step.weights.program, stage, names_in, [source])
     else:
         builder.send(f"send scales to stage {stage}", source, here)
 
@@ -470,7 +471,7 @@ def _sum_replicas(builder: Builder, step: Step, stage: int, sums: GradientSums) 
     """What the replicas of a stage have summed, each by itself, is summed: the one reduction over ``data`` of a step."""
     own = [ref for ref in sums.leaves if step.num_replicas > 1 and step.leaves.all_params[ref.index].own]
     if own:  # each over the replicas with the same
-        scales = [] if step.weigh is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
+        scales = [] if step.weights is None else [Name(stage, Ref(Role.SCALE), i) for i in range(len(step.sizes))]
         mean = GroupMean(tuple(step.params[ref.index] for ref in own), step.summed)
         means = [total_name(stage, Role.GRAD, ref.index) for ref in own]
         builder.call(f"total of tasks stage {stage}", mean, stage, [*(Name(stage, ref) for ref in own), *scales], means)

@@ -164,11 +164,6 @@ class Step:
         return tuple(leaf.stage for leaf in self.leaves.model_state)
 
     @property
-    def weigh(self) -> Program | None:
-        """Computes the vector of scales from batch leaves; None when sizes decide."""
-        return None if self.weights is None else self.weights.program
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """Examples of a replica in each microbatch."""
         return self.split.sizes
@@ -193,10 +188,6 @@ class Step:
     def loss_stage(self) -> int:
         """The stage that returns the loss, and keeps its scale."""
         return self.num_stages - 1
-
-    def batch_names(self, stage: int, leaf: int) -> list[Name]:
-        """What a leaf of the batch is called where a stage reads it, or of each microbatch if these are given one by one."""
-        return [name._replace(stage=stage) for name in self.given if name.ref.index == leaf]
 
     @property
     def whole(self) -> frozenset[int]:
@@ -232,8 +223,8 @@ class Step:
     def read(self, stage: int, role: Role) -> list[int]:
         """The numbers of the values of ``role`` that any program of the stage reads."""
         refs = [ref for code in self.codes(stage) for ref in code.reads]
-        if self.weigh is not None and stage == self.loss_stage:
-            refs += self.weigh.inputs
+        if self.weights is not None and stage == self.loss_stage:
+            refs += self.weights.program.inputs
         return sorted({ref.index for ref in refs if ref.role == role})
 
     def accumulators(self, stage: int) -> dict[Ref, Aval]:

@@ -226,7 +226,7 @@ def collectives_of(engine: Engine, batch: Batch, key: Key | None, num_other: int
     pairs = zip(engine.placed.names.all_params, jax.tree.leaves(params), strict=True)
     sizes = [engine.placement[name.stage].num_bytes(name.ref._replace(shared=False), aval) for name, aval in pairs]
     own = sizes[len(jax.tree.leaves(params.shared)) :] if isinstance(params, Joint) else []
-    share = sum(own) / sum(map(count_bytes, jax.tree.leaves(params.own))) if own else 1.0
+    share = sum(own) / sum(map(count_bytes, jax.tree.leaves(params.task))) if own else 1.0
     return Collectives(rows, sum(sizes) + round(share * num_other))
 
 

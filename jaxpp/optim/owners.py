@@ -33,12 +33,12 @@ from jaxpp.errors import ArgumentError, JaxppError, OptimizerError, shown
 from jaxpp.optim.divided import Along, divided_function
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.floating import floating, masked_like, with_others
-from jaxpp.stages.graph import Graph, ancestors, marked, trace
-from jaxpp.stages.jaxpr import Atom, aval_of, branches_of, describe, shapes_of, variables
+from jaxpp.stages.graph import CONDITIONS, Graph, ancestors, marked, opened, trace
+from jaxpp.stages.jaxpr import Atom, aval_of, describe, shapes_of, variables
 from jaxpp.stages.loss.microbatch import scale_dtype
 from jaxpp.stages.loss.traced_loss import fits_pattern, path_name
 from jaxpp.stages.own_params import OWN_NAME, num_shared
-from jaxpp.stages.stacked import Slices, Slicing, assembled_shapes, rows, slicing_of
+from jaxpp.stages.stacked import Slices, Slicing, joined, rows, slicing_of, whole_shape
 from jaxpp.types import Array, Aval, Grads, Params, Tree
 
 LOSS = -1  # the home of what an update combines with the loss before any parameter
@@ -92,7 +92,7 @@ class TracedOptimizer:
     ):
         self._optimizer, self.untrained = optimizer, untrained
         self._loss = jax.ShapeDtypeStruct((), scale_dtype()) if loss is None else loss
-        leaves, self._tree = jax.tree.flatten(assembled_shapes(params))
+        leaves, self._tree = jax.tree.flatten(joined(params, whole_shape))
         self._leaves = shapes_of(leaves)
         self._held = dict[Slicing, HeldOptimizer]()
 
@@ -168,7 +168,7 @@ class TracedOptimizer:
 
     @cached_property
     def _opened(self) -> Graph:
-        return open_conditions(self._traced.graph)
+        return opened(self._traced.graph, CONDITIONS)
 
     @cached_property
     def homes(self) -> tuple[int | None, ...]:
@@ -184,8 +184,34 @@ class TracedOptimizer:
 
     @cached_property
     def belonging(self) -> list[frozenset[int]]:
-        """The parameters to which each leaf of the whole state belongs; where it is one that has a home, that is this one."""
-        return _belonging(self._traced.graph, len(self._leaves), self._opt_paths)
+        """The parameters to which each leaf of the whole state belongs; where it is one that has a home, that is this one.
+
+        Those that are computed from it; else those of the leaves from which its new value is; else those whose gradients or values
+        it records; and if nothing of all this is, those of the leaves beside it in the tree.
+        """
+        graph, count, paths = self._traced.graph, len(self._leaves), self._opt_paths
+        num_opt = len(paths)
+        opt, others = graph.inputs[count : count + num_opt], (*graph.inputs[:count], *graph.inputs[count + num_opt :][:count])
+        of_opt = marked(graph, {var: 1 << k for k, var in enumerate(opt)})
+        of_params = marked(graph, {var: 1 << k % count for k, var in enumerate(others)})
+
+        def numbers(marks: Mapping[Var, int], atom: Atom, most: int) -> frozenset[int]:
+            bits = marks.get(atom, 0) if isinstance(atom, Var) else 0
+            return frozenset(k for k in range(most) if bits >> k & 1)
+
+        before = [numbers(of_opt, atom, num_opt) for atom in graph.outputs]
+        read = [frozenset(leaf for leaf in range(count) if k in before[leaf]) for k in range(num_opt)]
+        found = [
+            read[k] or frozenset().union(*(read[other] for other in before[count + k])) or numbers(of_params, new, count)
+            for k, new in enumerate(graph.outputs[count:])
+        ]
+
+        def beside(k: int) -> frozenset[int]:
+            shared = {j: _num_shared(paths[k], paths[j]) for j, linked in enumerate(found) if linked}
+            nearest = max(shared.values(), default=0)
+            return frozenset[int]().union(*(found[j] for j, length in shared.items() if length == nearest > 0))
+
+        return [linked or beside(k) for k, linked in enumerate(found)]
 
     @cached_property
     def kept(self) -> frozenset[int]:
@@ -422,36 +448,6 @@ def _holds(before: Aval, after: Aval) -> bool:
     return counts or np.can_cast(before.dtype, after.dtype)
 
 
-def _belonging(graph: Graph, count: int, paths: Sequence[KeyPath]) -> list[frozenset[int]]:
-    """The parameters, of so many, to which each leaf of the optimizer's state belongs, by its traced update.
-
-    Those that are computed from it; else those of the leaves from which its new value is; else those whose gradients or values it
-    records; and if nothing of all this is, those of the leaves beside it in the tree.
-    """
-    num_opt = len(paths)
-    opt, others = graph.inputs[count : count + num_opt], (*graph.inputs[:count], *graph.inputs[count + num_opt :][:count])
-    of_opt = marked(graph, {var: 1 << k for k, var in enumerate(opt)})
-    of_params = marked(graph, {var: 1 << k % count for k, var in enumerate(others)})
-
-    def numbers(marks: Mapping[Var, int], atom: Atom, most: int) -> frozenset[int]:
-        bits = marks.get(atom, 0) if isinstance(atom, Var) else 0
-        return frozenset(k for k in range(most) if bits >> k & 1)
-
-    before = [numbers(of_opt, atom, num_opt) for atom in graph.outputs]
-    read = [frozenset(leaf for leaf in range(count) if k in before[leaf]) for k in range(num_opt)]
-    found = [
-        read[k] or frozenset().union(*(read[other] for other in before[count + k])) or numbers(of_params, new, count)
-        for k, new in enumerate(graph.outputs[count:])
-    ]
-
-    def beside(k: int) -> frozenset[int]:
-        shared = {j: _num_shared(paths[k], paths[j]) for j, linked in enumerate(found) if linked}
-        nearest = max(shared.values(), default=0)
-        return frozenset[int]().union(*(found[j] for j, length in shared.items() if length == nearest > 0))
-
-    return [linked or beside(k) for k, linked in enumerate(found)]
-
-
 def _num_shared(path: KeyPath, other: KeyPath) -> int:
     """With how many equal keys two paths begin."""
     return next((k for k, (a, b) in enumerate(zip(path, other, strict=False)) if a != b), min(len(path), len(other)))
@@ -512,29 +508,3 @@ def part_of(optimizer: optax.GradientTransformation, trains: Sequence[str] | Non
         return zeroed(new_updates), structure.unflatten(old if k in kept else leaf for k, (old, leaf) in enumerate(pairs))
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
-
-
-def open_conditions(graph: Graph) -> Graph:
-    """The graph with every condition, and those inside it, opened; the graph itself if it has none."""
-    if all(branches_of(eqn) is None for eqn in graph.eqns):
-        return graph
-
-    def run(*args: Array) -> list[Array]:
-        values: dict[Var, Array] = {**graph.constants, **dict(zip(graph.inputs, args, strict=True))}
-
-        def read(atom: Atom) -> Array:
-            return atom.val if isinstance(atom, Literal) else values[atom]
-
-        for i, eqn in enumerate(graph.eqns):
-            branches = branches_of(eqn)
-            if branches is not None:
-                which, *operands = map(read, eqn.invars)
-                cases = [branch(*operands) for branch in branches]
-                results = [jax.lax.select_n(which, *values_of) for values_of in zip(*cases, strict=True)]
-            else:
-                needs = variables(eqn.invars)
-                results = graph.function([i], needs, eqn.outvars)(*map(read, needs))
-            values.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in graph.outputs]
-
-    return open_conditions(trace(run, *_types_of(map(aval_of, graph.inputs)), env=graph.env)[0])

@@ -26,11 +26,11 @@ from jaxpp.lowering.lower import closed_function
 from jaxpp.lowering.step import Leaves, StateLeaf, total_name
 from jaxpp.optim.divided import MOVABLE
 from jaxpp.optim.loss_scale import Scaling
-from jaxpp.optim.owners import LOSS, HeldOptimizer, open_conditions, size
+from jaxpp.optim.owners import LOSS, HeldOptimizer, size
 from jaxpp.stages.axes import DATA, axes_named
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.fingerprint import ComparableFunction
-from jaxpp.stages.graph import Graph, Piece, descendants, partition, trace
+from jaxpp.stages.graph import CONDITIONS, Graph, Piece, descendants, opened, partition, trace
 from jaxpp.stages.jaxpr import ELEMENTWISE, Atom, aval_of, describe, kind_of, shapes_of, variables
 from jaxpp.stages.program import Pack, Program, Ref, Role
 from jaxpp.types import Array, Aval, DType, Tree
@@ -178,7 +178,7 @@ def plan_update(
         return [jnp.array(leaf, copy=True) for leaf in optimizer.init(params)]
 
     graph, _ = trace(update, _read_by(leaves, lambda leaf: leaf.aval, loss), env=((DATA, num_replicas),))
-    graph = open_conditions(graph) if len({leaf.stage for leaf in params}) > 1 else graph
+    graph = opened(graph, CONDITIONS) if len({leaf.stage for leaf in params}) > 1 else graph
     homeless = {leaf.index for leaf, home in zip(opts, optimizer.homes, strict=True) if home is None}
     placed = _read_by(leaves, lambda leaf: None if leaf.role == Role.OPT and leaf.index in homeless else leaf.stage, loss_stage)
     homes = {var: stage for var, stage in zip(graph.inputs, flat(placed), strict=True) if stage is not None}
@@ -208,25 +208,6 @@ def _opt_leaf(optimizer: HeldOptimizer, number: int, params: Sequence[StateLeaf]
 _LARGE = 1 << 27  # bytes of arguments above which an update holds little at once, rather than update all leaves side by side
 
 
-def add_update(
-    builder: Builder,
-    update: Update,
-    loss: Name,
-    states: Sequence[Name],
-    packed: _Packed,
-    num_replicas: int,
-    *,
-    visits: bool = False,
-) -> UpdateResults[Name]:
-    """Add the update to a step that has its gradients; ``states`` are what the new model state is called.
-
-    New parameters may take over the buffers of the old ones; those of which the state has the values before the last step too, the
-    buffers of these, unless the device has but copies of either (``visits``). Where replicas divide what they do not have of their
-    own, programs of its own update what they have.
-    """
-    return _Writer(builder, update, loss, states, packed, num_replicas, visits).run()
-
-
 class _Part(NamedTuple):
     start: int
     end: int
@@ -252,11 +233,18 @@ def _packing(
 
 
 @dataclass(eq=False)
-class _Writer:
+class UpdateWriter:
+    """Adds the update to a step that has its gradients.
+
+    New parameters may take over the buffers of the old ones; those of which the state has the values before the last step too, the
+    buffers of these, unless the device has but copies of either (``visits``). Where replicas divide what they do not have of their
+    own, programs of its own update what they have.
+    """
+
     builder: Builder
     update: Update
     loss: Name
-    states: Sequence[Name]
+    states: Sequence[Name]  # what the new model state is called
     packed: _Packed
     num_replicas: int
     visits: bool
@@ -312,6 +300,7 @@ class _Writer:
         return [at if part is None else part for part, at in zip(made, given, strict=True)]
 
     def run(self) -> UpdateResults[Name]:
+        """Write the lines; what their results are called."""
         kept = self.update.kept
         results: dict[int, Name] = {k: self.source[self.old[k]] for k in kept}
         made = [(k, part) for k, part in enumerate(self.result_parts) if k not in kept]

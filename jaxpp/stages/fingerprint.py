@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import Mesh
 
-from jaxpp.stages.jaxpr import CHECKPOINTS, CUSTOM_RULES, Atom, aval_of, called, context_of, kind_of
+from jaxpp.stages.jaxpr import CHECKPOINTS, CUSTOM_RULES, Atom, aval_of, called, kind_of
 
 _LARGE = 1 << 16  # Bytes of a constant above which it is not read back from its device for a digest
 
@@ -96,7 +96,7 @@ class _Digest:
         if eqn.effects:
             raise _UnknownError
         self._other(eqn.primitive)  # not its name: the cell that defines one may be run again
-        self._other(context_of(eqn))
+        self._other(eqn.ctx)  # the settings under which it was traced, as far as they decide how it is compiled
         for atom in eqn.invars:
             self._atom(atom)
         self.words.append("to")

@@ -22,6 +22,8 @@ from jaxpp.stages.jaxpr import (
     CUSTOM_RULES,
     Atom,
     Checkpoint,
+    Cond,
+    Inner,
     checkpoint_like,
     equations_of,
     function_of,
@@ -35,6 +37,7 @@ from jaxpp.stages.jaxpr import (
 from jaxpp.types import Tree
 
 _Color = TypeVar("_Color", bound=Hashable)  # What marks the equations of one piece
+CONDITIONS = frozenset({"cond"})  # Kinds of equations that choose between functions
 
 
 @dataclass(frozen=True)
@@ -166,14 +169,22 @@ def inline_remat(graph: Graph) -> tuple[Graph, Checkpoint | None]:
     others = {kind_of(eqn) for eqn in graph.eqns} - CHECKPOINTS - {"copy", "random_wrap", "concatenate"}
     if len(remat) != 1 or others:
         return graph, None
+    return opened(graph, CHECKPOINTS), checkpoint_like(remat[0])
+
+
+def opened(graph: Graph, kinds: frozenset[str]) -> Graph:
+    """The graph with its equations of these kinds, and those inside them, opened."""
     constants = dict(graph.constants)
-    flat = _Flattener(constants, CALLS | CHECKPOINTS)
+    flat = _Flattener(constants, CALLS | kinds)
     flat.walk(graph.eqns)
-    return flat.graph(replace(graph, constants=constants)), checkpoint_like(remat[0])
+    return flat.graph(replace(graph, constants=constants))
 
 
 class _Flattener(Rewriter):
-    """Copies equations into one list, opening calls, each opening with fresh variables (inner jaxprs are shared)."""
+    """Copies equations into one list, opening calls, each opening with fresh variables (inner jaxprs are shared).
+
+    Of a condition without effects that is opened, all branches run, and one of their results is chosen.
+    """
 
     def __init__(self, constants: dict[Var, jax.Array], opened: frozenset[str]):
         super().__init__()
@@ -194,6 +205,14 @@ class _Flattener(Rewriter):
         results = super().call(body, values)
         self._depth -= 1
         return results
+
+    def inner(self, eqn: JaxprEqn) -> Inner | None:
+        return None if eqn.effects and kind_of(eqn) in CONDITIONS else super().inner(eqn)
+
+    def chosen(self, eqn: JaxprEqn, choice: Cond, values: list[Atom]) -> list[Atom]:  # noqa: ARG002
+        which, *operands = values
+        cases = (self.call(branch, operands) for branch in choice.branches)
+        return [self.compute(jax.lax.select_n, [which, *results])[0] for results in zip(*cases, strict=True)]
 
     def plain(self, eqn: JaxprEqn, values: list[Atom]) -> Sequence[Atom]:
         outputs: list[Any] = list(map(new_variable, eqn.outvars)) if self._depth else eqn.outvars

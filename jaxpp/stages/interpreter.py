@@ -112,10 +112,6 @@ class Interpreter(Generic[_V]):
         self.walk(eqns)
         return list(map(self.read, outputs))
 
-    def settled(self, run: Callable[[list[_V]], Sequence[_V]], carry: list[_V]) -> list[_V]:
-        """What a loop carries, whatever the iteration; ``run`` follows one."""
-        return until_settled(run, carry, self.either, self.rounds, self.unsettled)
-
     def scanned(self, eqn: Equation, loop: Scan, values: list[_V]) -> Sequence[_V]:  # noqa: ARG002  (a subclass may ask)
         """The values of what a ``lax.scan`` carries in the end, and of what its iterations make."""
         fixed, carry, rows = loop.split(values)
@@ -124,13 +120,14 @@ class Interpreter(Generic[_V]):
         def run(carried: list[_V]) -> list[_V]:
             return self.call(loop.body, [*fixed, *carried, *rows])
 
-        carry = self.settled(lambda carried: run(carried)[: loop.num_carry], carry)
+        carry = until_settled(lambda carried: run(carried)[: loop.num_carry], carry, self.either, self.rounds, self.unsettled)
         return [*carry, *map(self.row, run(carry)[loop.num_carry :])]
 
     def looped(self, eqn: Equation, loop: While, values: list[_V]) -> Sequence[_V]:
         """The values of what a ``lax.while_loop`` carries in the end."""
         tests, fixed, carry = loop.split(values)
-        carry = self.settled(lambda carried: self.call(loop.body, [*fixed, *carried]), carry)
+        run = lambda carried: self.call(loop.body, [*fixed, *carried])  # noqa: E731
+        carry = until_settled(run, carry, self.either, self.rounds, self.unsettled)
         (condition,) = self.call(loop.test, [*tests, *carry])
         return self.decided(eqn, condition, carry)
 

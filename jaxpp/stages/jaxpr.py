@@ -11,7 +11,7 @@ import operator
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -29,8 +29,7 @@ Atom = Var | Literal  # What an equation reads: a variable or a number
 
 Checkpoint = Callable[[Callable[..., Tree]], Callable[..., Tree]]  # Puts a function under ``jax.checkpoint``
 
-_RENAMED = {"pjit": "jit", "remat": "checkpoint", "remat2": "checkpoint", "copy_p": "copy"}
-_RENAMED |= {"custom_vjp_call": "custom_vjp", "custom_jvp_call": "custom_jvp"}
+_RENAMED = {"remat2": "checkpoint", "copy_p": "copy", "custom_vjp_call": "custom_vjp", "custom_jvp_call": "custom_jvp"}
 CALLS = frozenset({"jit", "closed_call", "core_call"})  # Kinds of equations that only call a function
 CUSTOM_RULES = frozenset({"custom_jvp", "custom_vjp"})  # Kinds of equations that call a function with a derivative of its own
 CHECKPOINTS = frozenset({"checkpoint"})  # Kinds of equations that call a function under ``jax.checkpoint``
@@ -447,12 +446,6 @@ def scan_of(eqn: JaxprEqn) -> Scan | None:
     return Scan(body, before, before - carry, carry, params["length"], params["reverse"], params["unroll"])
 
 
-def branches_of(eqn: JaxprEqn) -> list[Callable[..., list[jax.Array]]] | None:
-    """The branches of a ``lax.cond`` or ``lax.switch`` without effects, as functions of all operands but the first; else None."""
-    choice = None if eqn.effects else inner_of(eqn, {"cond"})
-    return list(map(jaxpr_as_fun, choice.branches)) if isinstance(choice, Cond) else None
-
-
 def length_of(eqn: JaxprEqn) -> int | None:
     """The iterations of a ``lax.scan``; None for anything else."""
     return eqn.params["length"] if kind_of(eqn) == "scan" else None
@@ -466,11 +459,6 @@ def with_body(eqn: JaxprEqn, body: ClosedJaxpr) -> JaxprEqn:
 def kind_of(eqn: JaxprEqn) -> str:
     """What an equation does: the name of its primitive, the same in all versions of JAX."""
     return _RENAMED.get(eqn.primitive.name, eqn.primitive.name)
-
-
-def context_of(eqn: JaxprEqn) -> Hashable:
-    """The settings under which an equation was traced, as far as they decide how it is compiled."""
-    return getattr(eqn, "ctx", None)
 
 
 def mesh_of(eqn: JaxprEqn) -> AbstractMesh:
@@ -599,11 +587,6 @@ def user_line(eqn: JaxprEqn) -> str:
 def is_cast(eqn: JaxprEqn) -> bool:
     """Whether an equation converts a value to another dtype."""
     return kind_of(eqn) == "convert_element_type"
-
-
-def is_sum(eqn: JaxprEqn) -> bool:
-    """Whether an equation adds two gradients of one value."""
-    return kind_of(eqn) == "add_any"
 
 
 def is_zeros(eqn: JaxprEqn) -> bool:
@@ -795,10 +778,8 @@ def window_of(eqn: JaxprEqn, integer: Callable[[Atom], int | None]) -> Window | 
         start = tuple(min(max(a, 0), full - size) for a, size, full in zip(indices, sizes, shape, strict=True))
         return Window(start, tuple(a + size for a, size in zip(start, sizes, strict=True)), ones)
     if kind == "gather":  # of one row: jnp.take(w, 3, axis=0)
-        named, row = eqn.params["dimension_numbers"], integer(eqn.invars[1])
-        plain = (named.collapsed_slice_dims, named.start_index_map, named.operand_batching_dims) == ((0,), (0,), ())
-        whole_rows = tuple(eqn.params["slice_sizes"]) == (1, *shape[1:]) and aval_of(eqn.outvars[0]).shape == shape[1:]
-        if plain and whole_rows and row is not None and 0 <= row < shape[0]:
+        row = integer(eqn.invars[1])
+        if lookup_of(eqn) and aval_of(eqn.outvars[0]).shape == shape[1:] and row is not None and 0 <= row < shape[0]:
             return Window((row, *[0] * (len(shape) - 1)), (row + 1, *shape[1:]), ones, squeezed=True)
     return None
 

@@ -58,7 +58,7 @@ from jaxpp.types import Tree
 
 
 class RowSpan(NamedTuple):
-    """Consecutive rows of a parameter."""
+    """Consecutive rows of a parameter, or of a model state leaf."""
 
     leaf: Atom
     start: int
@@ -72,10 +72,7 @@ class Layers:
 
     result: Var  # what the equation makes first
     loop: int  # the number of the loop
-    stacked: tuple[Atom, ...]  # the parameters whose rows it reads
-    start: int
-    stop: int
-    grouped: tuple[RowSpan, ...] = ()  # of parameters whose rows are not those of the layers one by one
+    rows: tuple[RowSpan, ...]  # what it reads
 
 
 def split_scans(
@@ -93,14 +90,12 @@ def slices_between(params: Sequence[Var], layers: Sequence[Layers], stages: Sequ
     axes: dict[Atom, int] = dict(zip(params, stacked_axes(params, layers), strict=True))
     for before, after, stage, following in zip(layers, layers[1:], stages, stages[1:], strict=False):
         if stage != following and before.loop == after.loop:
-            for var in before.stacked:
-                ends.setdefault(var, set()).add(max(before.start, after.start))
-            for rows, others in zip(before.grouped, after.grouped, strict=True):
+            for rows, others in zip(before.rows, after.rows, strict=True):
                 if rows.axis == axes.get(rows.leaf):
                     ends.setdefault(rows.leaf, set()).add(max(rows.start, others.start))
     extents: dict[tuple[int, Atom], list[int]] = {}
     for each in layers:
-        for rows in each.grouped:
+        for rows in each.rows:
             if rows.axis == axes.get(rows.leaf):
                 extents.setdefault((each.loop, rows.leaf), []).extend((rows.start, rows.stop))
     for (_, var), rows in extents.items():  # what the loop does not read is apart
@@ -111,13 +106,11 @@ def slices_between(params: Sequence[Var], layers: Sequence[Layers], stages: Sequ
 
 
 def stacked_axes(params: Sequence[Var], layers: Sequence[Layers]) -> tuple[int, ...]:
-    """The axis of each parameter along which layers read its rows: the first, if any loop runs over that."""
-    stacked = {var for each in layers for var in each.stacked}
+    """The axis of each parameter along which layers read its rows: of several, the first."""
     axes: dict[Atom, int] = {}
-    for each in layers:
-        for rows in each.grouped:
-            axes.setdefault(rows.leaf, rows.axis)
-    return tuple(0 if var in stacked else axes.get(var, 0) for var in params)
+    for rows in itertools.chain.from_iterable(each.rows for each in layers):
+        axes[rows.leaf] = min(axes.get(rows.leaf, rows.axis), rows.axis)
+    return tuple(axes.get(var, 0) for var in params)
 
 
 class _View(NamedTuple):
@@ -155,17 +148,13 @@ class _Splitter(Rewriter):
         if view is not None:
             self._views[eqn.outvars[0]] = view
         self._turn(eqn)
-        if self._is_made(eqn):
+        if kind_of(eqn) == "slice" and eqn.invars[0] in self._made and _first_row(eqn) is not None:  # rows of what was made of each
             start, stop = (eqn.params[name][0] for name in ("start_indices", "limit_indices"))
             return [self._rows(eqn.invars[0], start, stop)]
         if is_by_row(eqn) and self._is_stacked(eqn.invars[0]):
             self._casts[eqn.outvars[0]] = eqn
         loop = scan_of(eqn) if eqn.outvars else None
         return self.emit(eqn) if loop is None or not self._stacked(eqn, loop) else self._split(eqn, loop)
-
-    def _is_made(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation takes whole rows of what a loop that was split has made of each layer."""
-        return kind_of(eqn) == "slice" and eqn.invars[0] in self._made and _first_row(eqn) is not None
 
     def _view(self, eqn: JaxprEqn) -> "_View | None":
         """What the result of an equation is of a parameter: rows of it as they are, cast, or put together."""
@@ -250,10 +239,9 @@ class _Splitter(Rewriter):
             carry, pieces[start] = results[: loop.num_carry], results[loop.num_carry :]
             result = next(made.outvars[0] for made in reversed(eqns) if length_of(made) is not None)
             if len(spans) > 1:
-                origins = tuple(map(self._origin, stacked))
-                views = [self._views[atom] for atom in origins if atom in self._views and self._views[atom] != _View(atom)]
-                grouped = tuple(RowSpan(leaf, first + size * start, first + size * stop, axis) for leaf, first, size, axis in views)
-                self.layers.append(Layers(result, self._loops, origins, start, stop, grouped))
+                views = [self._views[atom] for atom in map(self._origin, stacked) if atom in self._views]
+                read = tuple(RowSpan(leaf, first + size * start, first + size * stop, axis) for leaf, first, size, axis in views)
+                self.layers.append(Layers(result, self._loops, read))
         self._loops += 1
         self.name = name
         columns = [[(start, pieces[start][k]) for start, _ in spans] for k in range(len(eqn.outvars) - loop.num_carry)]

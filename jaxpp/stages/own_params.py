@@ -12,30 +12,22 @@ import optax
 
 from jaxpp.types import LossFn, Params, Tree
 
-OWN_NAME = "task"  # What paths of the second part begin with
-_KEYS = (jax.tree_util.GetAttrKey("shared"), jax.tree_util.GetAttrKey(OWN_NAME))
+OWN_NAME = "task"  # What paths of the second part begin with: the name of its field
+_SHARED = (jax.tree_util.GetAttrKey("shared"),)
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
+@dataclass(eq=False)
 class Joint:
     """Two parameter trees: what all replicas share (Theta), and what each has of its own (theta[t])."""
 
-    def __init__(self, shared: Params, own: Params):
-        self.shared, self.own = shared, own
-
-    def tree_flatten_with_keys(self) -> tuple[Tree, None]:
-        """For JAX."""
-        return tuple(zip(_KEYS, (self.shared, self.own), strict=True)), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, parts: tuple[Params, Params]) -> "Joint":
-        """For JAX."""
-        return cls(*parts)
+    shared: Params
+    task: Params
 
 
 def num_own(params: Params) -> int:
     """How many leaves of a parameter tree belong to the part of which each replica has its own; they are the last."""
-    return len(jax.tree.leaves(params.own)) if isinstance(params, Joint) else 0
+    return len(jax.tree.leaves(params.task)) if isinstance(params, Joint) else 0
 
 
 def num_shared(params: Params) -> int:
@@ -45,7 +37,7 @@ def num_shared(params: Params) -> int:
 
 def without_joint(path: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
     """A path in the user's own tree: the shared part has no name of its own there."""
-    return path[1:] if path[:1] == _KEYS[:1] else path
+    return path[1:] if path[:1] == _SHARED else path
 
 
 def join_losses(loss_fn: LossFn) -> LossFn:
@@ -60,7 +52,7 @@ class _JointLoss:
     function: LossFn
 
     def __call__(self, params: Joint, *rest: Tree, **named: Tree) -> Tree:
-        return self.function(params.shared, params.own, *rest, **named)
+        return self.function(params.shared, params.task, *rest, **named)
 
     @property
     def __name__(self) -> str:
@@ -78,12 +70,12 @@ def join_optimizers(shared: optax.GradientTransformation, own: optax.GradientTra
     parts = tuple(map(optax.with_extra_args_support, (shared, own)))
 
     def init(params: Params) -> Tree:
-        return parts[0].init(params.shared), parts[1].init(params.own)
+        return parts[0].init(params.shared), parts[1].init(params.task)
 
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: Tree) -> tuple[Tree, Tree]:
-        both = (None, None) if params is None else (params.shared, params.own)
+        both = (None, None) if params is None else (params.shared, params.task)
         shared, shared_state = parts[0].update(updates.shared, state[0], both[0], **extra)
-        own, own_state = parts[1].update(updates.own, state[1], both[1], **extra)
+        own, own_state = parts[1].update(updates.task, state[1], both[1], **extra)
         return Joint(shared, own), (shared_state, own_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -63,15 +63,8 @@ _LATER = 1 + 1 / 256  # what I computes for W is there twice while I runs: what 
 class Keeping(Protocol):
     """A stage whose forward keeps something."""
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that one microbatch holds from the forward to the backward."""
-        ...
-
-    @property
-    def repeated(self) -> float:
-        """FLOPs of the matrix products and convolutions that the backward runs again for one microbatch."""
-        ...
+    kept_bytes: int  # that one microbatch holds from the forward to the backward
+    repeated: float  # FLOPs of the matrix products and convolutions that the backward runs again for one microbatch
 
 
 _Stage = TypeVar("_Stage", bound=Keeping)

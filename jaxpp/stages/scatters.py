@@ -24,7 +24,7 @@ from jax.extend.core import JaxprEqn, Var
 from jax.lax import GatherScatterMode
 
 from jaxpp.stages.graph import Graph
-from jaxpp.stages.jaxpr import Atom, ScatterAdd, aval_of, is_cast, is_sum, is_zeros, kind_of, scatter_add_of, shapes_of, variables
+from jaxpp.stages.jaxpr import Atom, ScatterAdd, aval_of, is_cast, is_zeros, kind_of, scatter_add_of, shapes_of, variables
 
 _BITS = 32
 """Bits of a sum from which on updates are added to it one by one; small ones would be lost on a large sum of fewer digits."""
@@ -70,7 +70,8 @@ def summands_of(graph: Graph, results: Sequence[Atom], eqns: Collection[int]) ->
         if scatter is not None:
             onto = producers.get(scatter.operand) if isinstance(scatter.operand, Var) else None
             return [atom if onto is None or not is_zeros(graph.eqns[onto]) else scatter]
-        parts = [part for inner in eqn.invars for part in terms_of(inner, [at])] if is_cast(eqn) or is_sum(eqn) else []
+        passes = is_cast(eqn) or kind_of(eqn) == "add_any"
+        parts = [part for inner in eqn.invars for part in terms_of(inner, [at])] if passes else []
         return parts if any(isinstance(part, ScatterAdd) for part in parts) else [atom]
 
     found = []

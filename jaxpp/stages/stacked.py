@@ -123,11 +123,6 @@ def put_together(shape: Sequence[int], parts: Iterable[tuple[tuple[slice, ...], 
     return whole
 
 
-def assembled_shapes(tree: Tree) -> Tree:
-    """The user's tree of shapes: whole shapes instead of those of slices."""
-    return joined(tree, whole_shape)
-
-
 def whole_shape(node: Leaf) -> Leaf:
     """The shape of the whole leaf for a leaf held as slices; any other leaf itself."""
     if not isinstance(node, Slices):

@@ -401,7 +401,7 @@ class BankRunner(Runner):
 
 def _nodes_of_set(engine: Engine) -> list[Leaf]:
     """The leaves of a set, parameters and optimizer state, as an engine holds them: whole, or ``Slices``."""
-    own = engine.layout.params.own, engine.update.tree.unflatten([atom.aval for atom in engine.update.init_graph.outputs])[1]
+    own = engine.layout.params.task, engine.update.tree.unflatten([atom.aval for atom in engine.update.init_graph.outputs])[1]
     return [node for tree in own for node in jax.tree.leaves(joined(tree, lambda node: node), is_leaf=is_slices)]
 
 

@@ -255,7 +255,7 @@ def pipelined(example: Example) -> list[tuple[Any, ...]]:
     given = (params, model_state) if example.has_state else (params,)
     engine = open_engine(options, None, given, parts(example, batch)[0], example.prng_key)
     results = []
-    held = engine.slicing.of(params)
+    held = engine.layout.slicing.of(params)
     for part in parts(example, batch):
         found = engine.run("grads", engine.bring((held, model_state)), part, example.prng_key)
         model_state = jax.tree.structure(model_state).unflatten(found.model_state)

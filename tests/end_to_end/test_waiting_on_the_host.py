@@ -157,7 +157,7 @@ def copies_of(pipe, state):
 def test_nothing_is_copied_in_that_is_there_and_gradients_do_not_wait_for_the_update():
     pipe, state, _ = trained("params")
     brought, taken = copies_of(pipe, state)
-    owner, stages = pipe.engine.owner, pipe.schedule.num_stages
+    owner, stages = pipe.engine.layout.owner, pipe.schedule.num_stages
     leaves = {role: {k for _, found, k in (*brought, *taken) if found == role} for role in Role}
     assert leaves[Role.GRAD] == {len(owner) - 1}, "but for the tied one"
     last = {stages - 1, stages - 2}  # of each rank: it goes forward and back in one visit

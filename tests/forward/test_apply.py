@@ -239,7 +239,7 @@ def test_stacked_parameters_may_be_held_as_slices(stages):
         return {"y": x @ params["head"], "sums": sums.T}
 
     pipe, state = pipeline(lambda params, x: scanned(params, x)["y"].mean(), stacked, num_stages=stages)
-    assert pipe.engine.slicing.any
+    assert pipe.engine.layout.slicing.any
     for params in (state, state.params, stacked):
         close(pipe.apply(params, X[:7], scanned), rows(plain(scanned, (stacked,), X[:7], None, stages)))
     assert same(pipe.apply(state, X[:7], lambda params, x: params["w"]), stacked["w"])

@@ -155,7 +155,7 @@ def test_stacked_parameters_may_be_held_as_slices_and_are_the_users_tree():
     for stages in (3, 4):
         forward = jaxpp.Forward(scanned, num_stages=stages)
         params = forward.init(stacked, X[:8])
-        assert forward.engine.slicing.any and same(params, stacked)
+        assert forward.engine.layout.slicing.any and same(params, stacked)
         for given in (params, stacked):
             close(forward.apply(given, X[:7]), rows(plain(scanned, (stacked,), X[:7], None, stages)))
 

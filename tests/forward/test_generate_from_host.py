@@ -64,7 +64,7 @@ def passes(forwards, count):
 @pytest.mark.parametrize("count", [1, 3])
 def test_parameters_come_once_for_all_groups_and_those_of_a_stage_while_the_one_before_works(forwards, count):
     found, _ = forwards["params"]
-    lines, owner = passes(forwards, count).bound.lines, found.engine.owner
+    lines, owner = passes(forwards, count).bound.lines, found.engine.layout.owner
     brought = [(name.stage, name.ref.index) for line in lines if line.copies for name in line.outputs]
     read = {(stage, leaf) for stage, leaf in brought if owner[leaf] != stage}
     assert sorted(brought) == sorted({(stage, leaf) for leaf, stage in enumerate(owner)} | read)
@@ -99,7 +99,7 @@ def test_a_device_holds_two_stages_and_the_carries_as_forecast():
     found, params = decoder.forward(8, host="params", **ONE)
     state, device = sum(leaf.nbytes for leaf in jax.tree.leaves(params)), jax.devices()[0]
     stages = [
-        sum(leaf.nbytes for leaf, owner in zip(jax.tree.leaves(params), found.engine.owner, strict=True) if owner == k)
+        sum(leaf.nbytes for leaf, owner in zip(jax.tree.leaves(params), found.engine.layout.owner, strict=True) if owner == k)
         for k in range(8)
     ]
     generation = found.generate(params, decoder.fn, decoder.carry, SHORT, 3, progress=False, **SIZES)

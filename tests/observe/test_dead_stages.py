@@ -26,7 +26,7 @@ def train(pipe, state, batch, steps):
 
 def stage_of(pipe, state):
     """The stage of each parameter leaf."""
-    owner = iter(pipe.engine.owner)
+    owner = iter(pipe.engine.layout.owner)
     return jax.tree.map(lambda _: next(owner), state.params)
 
 
@@ -37,7 +37,7 @@ def test_a_cut_gradient_leaves_the_earlier_stages_as_they_are_and_the_warning_na
     pipe = jaxpp.Pipeline(case.loss_fn, optax.adam(1e-3), **options)
     state = pipe.init(case.params, case.batch)
     found = pipe.engine.run("grads", pipe.engine.bring(state.params), case.batch, None).grads
-    for stage, grad in zip(pipe.engine.owner, found, strict=True):
+    for stage, grad in zip(pipe.engine.layout.owner, found, strict=True):
         assert np.any(np.asarray(grad)) == (stage > 1)
     state, warned = train(pipe, state, case.batch, 12)
     (warning,) = warned

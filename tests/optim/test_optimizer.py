@@ -12,9 +12,9 @@ import pytest
 import jaxpp
 from jaxpp.errors import OptimizerError
 from jaxpp.lowering.step import Leaves, StateLeaf
-from jaxpp.optim.owners import TracedOptimizer, open_conditions
+from jaxpp.optim.owners import TracedOptimizer
 from jaxpp.optim.update import plan_update
-from jaxpp.stages.graph import trace
+from jaxpp.stages.graph import CONDITIONS, opened, trace
 from jaxpp.stages.jaxpr import kind_of
 from jaxpp.stages.program import Role
 from jaxpp.stages.stacked import Slicing
@@ -262,8 +262,8 @@ def test_conditions_are_opened_to_a_choice_among_the_results_of_all_branches():
 
     x = jnp.arange(3.0)
     graph, _ = trace(update, 0, x)
-    opened = open_conditions(graph)
-    assert "cond" in map(kind_of, graph.eqns) and "cond" not in map(kind_of, opened.eqns)
-    run = opened.function(range(len(opened.eqns)), opened.inputs, opened.outputs)
+    plain = opened(graph, CONDITIONS)
+    assert "cond" in map(kind_of, graph.eqns) and "cond" not in map(kind_of, plain.eqns)
+    run = plain.function(range(len(plain.eqns)), plain.inputs, plain.outputs)
     for which in range(3):
         chex.assert_trees_all_equal(tuple(run(jnp.int32(which), x)), update(which, x))

@@ -35,7 +35,7 @@ def owned(loss, params, **options):
     pipe.verify(state, BATCH)
     engine = pipe.engine
     sizes = [math.prod(aval.shape) // 64 for aval in jax.tree.leaves(engine.layout.params)]
-    return [sum(size for size, home in zip(sizes, engine.owner, strict=True) if home == stage) for stage in range(3)]
+    return [sum(size for size, home in zip(sizes, engine.layout.owner, strict=True) if home == stage) for stage in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -95,5 +95,5 @@ def test_stages_are_measured_with_the_other_devices_of_their_rank(options, monke
     pipe = jaxpp.Pipeline(loss, optax.sgd(0.1), **given)
     state = pipe.init(PARAMS, BATCH)
     assert all(each > 0 for each in measured[0])
-    assert pipe.engine.owner.count(0) < 6
+    assert pipe.engine.layout.owner.count(0) < 6
     pipe.verify(state, BATCH)

@@ -211,7 +211,7 @@ def test_a_pipeline_cuts_by_the_links_that_it_measures(monkeypatch):
         pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=16, balance="time")
         state = pipe.init(params, batch)
         pipe.verify(state, batch)
-        owned.append(pipe.engine.owner.count(0))
+        owned.append(pipe.engine.layout.owner.count(0))
     assert owned[0] < owned[1] == 3
 
 

@@ -186,10 +186,10 @@ def test_a_scan_says_what_it_runs_over_what(reverse):
 
 def test_the_branches_of_a_condition_run_by_themselves():
     eqn = only("cond", lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x), X)
-    first, second = (branch(X)[0] for branch in inside.branches_of(eqn))
+    first, second = (jax.extend.core.jaxpr_as_fun(branch)(X)[0] for branch in inside.inner_of(eqn, {"cond"}).branches)
     np.testing.assert_array_equal(first, jnp.cos(X), "branch 0 is not the one of False")
     np.testing.assert_array_equal(second, jnp.sin(X))
-    assert inside.branches_of(only("tanh", jnp.tanh, X)) is None
+    assert inside.inner_of(only("tanh", jnp.tanh, X), {"cond"}) is None
 
 
 def test_a_checkpoint_is_made_again_with_its_policy():

@@ -544,7 +544,7 @@ def test_random_models_equal_the_oracle_and_schedules_that_add_in_the_same_order
         for name in ("1f1b", "gpipe", "zb-h1"):
             made = make_for_stages(name, num_stages=2, num_microbatches=2)
             engine = first.with_schedule(made)
-            held = engine.slicing.of(model.params)
+            held = engine.layout.slicing.of(model.params)
             found[name] = engine.run("grads", engine.bring(held), model.batch, model.key)
             compare(f"{name} loss", found[name].loss, loss)
             spread = assembled(jax.tree.structure(held).unflatten(found[name].grads))

@@ -109,7 +109,7 @@ SHORT = {"adamw", "divided among replicas"}
 def test_training_equals_plain_jax(case):
     options = {"loss_fn": loss_of()} | OPTIONS[case]
     pipe, state = check(**options)
-    counts = pipe.engine.slicing
+    counts = pipe.engine.layout.slicing
     assert counts.axes == (1, 0, 2, 1)  # of b, head, v and w
     assert [sum(sizes) for sizes in counts.sizes] == [LAYERS, 0, LAYERS, LAYERS]
     assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, PARAMS)  # the user's own tree
@@ -121,7 +121,7 @@ def test_casts_before_layers_come_to_the_front():
     loss_fn = loss_of(lambda params: jax.tree.map(lambda leaf: leaf.astype("float64"), params))
     pipe = jaxpp.Pipeline(loss_fn, ADAMW, num_stages=3, num_microbatches=2)
     pipe.verify(pipe.init(jax.tree.map(np.float32, PARAMS), BATCH), BATCH)
-    assert pipe.engine.slicing.axes == (1, 0, 2, 1)
+    assert pipe.engine.layout.slicing.axes == (1, 0, 2, 1)
 
 
 class Block(nn.Module):
@@ -221,4 +221,4 @@ def test_a_leaf_that_loops_read_along_two_axes_is_divided_along_the_first():
 
     params = {"w": RNG.normal(size=(8, 8, 8)) / 3}
     pipe, _ = check(loss_fn, params=params, num_stages=2)
-    assert pipe.engine.slicing.axes == (0,)
+    assert pipe.engine.layout.slicing.axes == (0,)

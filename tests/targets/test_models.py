@@ -183,7 +183,7 @@ def test_nothing_is_of_double_precision_and_nothing_is_wasted(compiled, name):
 def test_every_leaf_of_the_state_is_updated_in_place(compiled, name):
     model, pipe, _ = compiled(name)
     plan, lowered = pipe.engine.plan("update", model.batch, jax.random.key(0) if model.keyed else None)
-    state, large = set(lowered.outputs), 0
+    state, large = set(lowered.bound.outputs), 0
     for line, instruction in zip(lowered.bound.lines, plan.instructions, strict=True):
         if line.program is None or line.action is not None:
             continue

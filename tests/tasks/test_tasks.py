@@ -127,7 +127,7 @@ def test_theta_of_a_task_equals_an_all_resident_pipeline_bit_for_bit():
     tasks = {}
     for name, params in sets(3).items():
         first = resident.init(Joint(theta(), params), DATA)
-        tasks[name] = first.params.own, first.opt_state[1]
+        tasks[name] = first.params.task, first.opt_state[1]
     shared = first.params.shared, first.opt_state[0]
     for step, (name, key) in enumerate(zip(order, keys(7), strict=True)):
         state, metrics = pipe.step(state, DATA, key, task=name)
@@ -135,7 +135,7 @@ def test_theta_of_a_task_equals_an_all_resident_pipeline_bit_for_bit():
             pipe.prefetch(order[step + 1])
         params, moments = tasks[name]
         whole, wanted = resident.step(State(Joint(shared[0], params), (shared[1], moments)), DATA, key)
-        shared, tasks[name] = (whole.params.shared, whole.opt_state[0]), (whole.params.own, whole.opt_state[1])
+        shared, tasks[name] = (whole.params.shared, whole.opt_state[0]), (whole.params.task, whole.opt_state[1])
         assert metrics.loss == wanted.loss and metrics.aux["right"] == wanted.aux["right"]
     same_bits((state.params, state.opt_state), shared)
     for name, wanted in tasks.items():

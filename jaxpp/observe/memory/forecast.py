@@ -438,7 +438,7 @@ def _step_trials(engine: Engine, batch: Batch) -> Iterator[_Trial]:
     offloading = dataclasses.replace(now, **ways("offload", stages))
     if offloading.offloaded and not now.offloaded:
         yield _Trial("offload", 'remat="offload"', offloading, batch)
-    yield from () if engine.layout.num_own else _host_trials(now, batch)
+    yield from () if engine.layout.leaves.own_params else _host_trials(now, batch)
     if name not in SCHEDULES:
         return
     count, most = microbatches * 2, 0 if isinstance(batch, Microbatches) else min(_examples(now, batch), _MOST_MICROBATCHES)

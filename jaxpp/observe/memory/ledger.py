@@ -129,7 +129,7 @@ def sample_step(
     sampler = _Sampler(plan, lowered, liveness, foreign, kept)
     sampler.look(0, state, liveness.devices)
     outcome = engine.run(purpose, leaves, batch, key, observer=sampler)
-    values = dict(zip(lowered.outputs, jax.tree.leaves(outcome), strict=True))
+    values = dict(zip(lowered.bound.outputs, jax.tree.leaves(outcome), strict=True))
     sampler.look(len(liveness.lines) + 1, state | values, liveness.devices)
     stats = {device: found for device in liveness.devices if (found := _looked_at(device).memory_stats())}
     return Ledger(liveness, tuple(sampler.samples), stats), outcome.state

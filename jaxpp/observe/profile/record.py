@@ -591,7 +591,7 @@ def flowing_plan(plan: Plan, lowered: LoweredStep, num_steps: int) -> Plan:
     """Steps in flow as one plan to look at, not to run: each takes the state of the one before it."""
     flow, count = cast("Flow", lowered.bound.flow), len(lowered.step.sizes)
     made = lowered.outcome(cast("Sequence[Array]", plan.outputs)).state.flat()  # where a step has what is the next one's state
-    state = lowered.results.state.map(lambda name: cast("bool | None", name in flow.late))
+    state = lowered.tree.unflatten(lowered.bound.outputs).state.map(lambda name: cast("bool | None", name in flow.late))
     late = state.with_own([None] * len(state.own), state).flat()  # a set of the next step is another
     left, whole = [len(plan.instructions)] * num_steps, _Whole(len(plan.inputs))
     slots = [{slot: k for k, slot in enumerate(plan.inputs, 1)}, *(dict[int, int]() for _ in range(num_steps - 1))]

@@ -8,7 +8,7 @@ A second trace of the model (another batch shape, an evaluation loss) is cut whe
 
 import bisect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -48,8 +48,13 @@ def balance(loss: TracedLoss, num_stages: int, slack: float = SLACK, speeds: Seq
 
 
 def balance_within(loss: TracedLoss, first: Int[np.ndarray, "stages ends"]) -> Cuts:
-    """Cut for stages that all have something to do, then for the fewest bytes; a stage begins at ``first[stage, end]`` or later."""
-    return _cheapest(loss, first, np.zeros(first.shape), _charged(loss, len(first)))
+    """Cut for stages that all have something to do, then for the fewest bytes; a stage begins at ``first[stage, end]`` or later.
+
+    What a stage lacks is charged more than all bytes that could cross.
+    """
+    price, lacking = 4.0 * len(first) * (max(loss.boundary_bytes, default=0) + 1.0), faults(loss, len(first))
+    charges: _Charges = lambda _, starts, end: price * lacking(np.arange(starts.start, starts.stop), end)  # noqa: E731
+    return _cheapest(loss, first, np.zeros(first.shape), charges)
 
 
 def least_largest(loss: TracedLoss, num_stages: int, speeds: Sequence[float] = ()) -> float | None:
@@ -106,12 +111,6 @@ def faults(loss: TracedLoss, num_stages: int) -> Callable[[np.ndarray, np.ndarra
     return lacking
 
 
-def _charged(loss: TracedLoss, num_stages: int) -> _Charges:
-    """Charges stages for what they lack more than for all bytes that could cross."""
-    price, lacking = 4.0 * num_stages * (max(loss.boundary_bytes, default=0) + 1.0), faults(loss, num_stages)
-    return lambda _, starts, end: price * lacking(np.arange(starts.start, starts.stop), end)
-
-
 def align(
     loss: TracedLoss, num_stages: int, owner: Sequence[int | None], state_owner: Sequence[int] = (), *, train: bool = True
 ) -> Cuts:
@@ -132,14 +131,19 @@ def align(
 
 def owners(loss: TracedLoss, cuts: Cuts) -> tuple[int, ...]:
     """The stage that owns each parameter leaf: the first that uses it; an unused leaf stays with the leaf before it."""
-    owner: dict[int, int] = {}
-    for k, uses in enumerate(loss.param_uses):
-        for leaf in uses:
-            owner.setdefault(leaf, bisect.bisect_right(cuts, k))
-    result: list[int] = []
-    for leaf in range(len(loss.params)):
-        result.append(owner.get(leaf, result[-1] if result else 0))
-    return tuple(result)
+    result = [0]
+    for stages in readers(loss.param_uses, len(loss.params), cuts):
+        result.append(min(stages, default=result[-1]))
+    return tuple(result[1:])
+
+
+def readers(uses: Sequence[Collection[int]], num_leaves: int, cuts: Cuts) -> list[set[int]]:
+    """The stages that use each leaf, where spine equation k ``uses[k]``."""
+    found: list[set[int]] = [set() for _ in range(num_leaves)]
+    for k, leaves in enumerate(uses):
+        for leaf in leaves:
+            found[leaf].add(bisect.bisect_right(cuts, k))
+    return found
 
 
 def prefix_sums(loss: TracedLoss) -> np.ndarray:

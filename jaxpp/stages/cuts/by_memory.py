@@ -19,7 +19,6 @@ from jaxpp.stages.cuts.balance import Cuts, balance, balance_within
 from jaxpp.stages.cuts.cut_loss import uncut
 from jaxpp.stages.graph import Piece
 from jaxpp.stages.jaxpr import Atom, aval_of, variables
-from jaxpp.stages.layers import Read
 from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.program import Role
 from jaxpp.stages.remat import RematPolicy
@@ -197,18 +196,19 @@ def kept_uses(loss: TracedLoss, kept: RematPolicy) -> list[Use]:
 def _param_uses(loss: TracedLoss, of_user: Sequence[float], of_owner: Sequence[float]) -> list[Use]:
     """What parameters take on the stages that use them, and besides on the first of these."""
     number: dict[Atom, int] = {var: leaf for leaf, var in enumerate(loss.params)}
-    rows = [
-        Read(number[var], layers.start, layers.stop, loss.position[layers.result])
+    rows = [(leaf, 0, start, stop, at) for leaf, start, stop, at in loss.reads]
+    known = {leaf for leaf, *_ in rows}
+    rows += [  # along other axes than the first
+        (number[leaf], axis, start, stop, loss.position[layers.result])
         for layers in loss.layers
-        for var in layers.stacked
-        if layers.result in loss.position and var in number
+        for leaf, start, stop, axis in layers.rows
+        if layers.result in loss.position and number.get(leaf, -1) not in {-1, *known}
     ]
-    rows += loss.reads
     uses = []
-    for leaf, start, stop, at in rows:
-        part = (stop - start) / max(1, aval_of(loss.params[leaf]).shape[0])
+    for leaf, axis, start, stop, at in rows:
+        part = (stop - start) / max(1, aval_of(loss.params[leaf]).shape[axis])
         uses.append(Use(part * (of_user[leaf] + of_owner[leaf]), (at,)))
-    divided, positions = {row.leaf for row in rows}, dict[int, list[int]]()
+    divided, positions = {leaf for leaf, *_ in rows}, dict[int, list[int]]()
     for k, leaves in enumerate(loss.param_uses):
         for leaf in leaves - divided:
             positions.setdefault(leaf, []).append(k)

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Var
 from jax.typing import ArrayLike
 
 from jaxpp.stages.cost import count_bytes
-from jaxpp.stages.cuts.balance import Cuts
+from jaxpp.stages.cuts.balance import Cuts, readers
 from jaxpp.stages.graph import Graph, Piece, Rewriter, descendants, partition
 from jaxpp.stages.jaxpr import Atom, aval_of, function_of, new_variable, shapes_of, variables
 from jaxpp.stages.loss.aux import Reducer
@@ -177,13 +177,10 @@ class StateCopy(NamedTuple):
 
 def copies_of(loss: TracedLoss, cuts: Cuts) -> tuple[StateCopy, ...]:
     """The copies that are needed so that no leaf is sent: one for each stage that reads a leaf, but for the first."""
-    readers: list[set[int]] = [set() for _ in loss.state]
-    for k, uses in enumerate(loss.state_uses):
-        for leaf in uses:
-            readers[leaf].add(bisect.bisect_right(cuts, k))
+    stages = readers(loss.state_uses, len(loss.state), cuts)
     made = {var for i in loss.spine for var in loss.graph.eqns[i].outvars}
     copied = [leaf for leaf, source in enumerate(loss.sources) if not (isinstance(source, Var) and source in made)]
-    return tuple(StateCopy(leaf, stage) for leaf in copied for stage in sorted(readers[leaf])[1:])
+    return tuple(StateCopy(leaf, stage) for leaf in copied for stage in sorted(stages[leaf])[1:])
 
 
 def with_copies(loss: TracedLoss, cuts: Cuts, copies: tuple[StateCopy, ...]) -> TracedLoss:

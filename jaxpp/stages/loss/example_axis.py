@@ -147,6 +147,7 @@ _BETWEEN_SHARDS = frozenset(
 )
 _NESTED = frozenset("call composite custom_vmap_call call_hi_primitive remat_opt xla_metadata_call".split())
 _BODIES = CALLS | CUSTOM_RULES | CHECKPOINTS | _NESTED
+_EACH_ITS_OWN = _BETWEEN_SHARDS | {"optimization_barrier", "shard_map"}  # not all results are made of all operands
 _OF_SHAPE = frozenset({"shape", "new_sizes", "length", "name", "sharding", "out_sharding", "dimensions_to_reduce"})
 _BY_AXIS = frozenset({"start_indices", "limit_indices", "slice_sizes", "padding_config"})
 
@@ -457,8 +458,6 @@ class _Follower(Interpreter[Value]):
 
     def _joined(self, values: Sequence[Value], *, sums: bool) -> Value:  # noqa: PLR0911  (a case a line)
         """Values added (``sums``), or put side by side."""
-        if (mixed := _first_mixed(values)) is not None:
-            return mixed
         values = [value for value in values if not value.zero] or list(values[:1])
         if len(values) == 1:
             return replace(values[0], index=values[0].index and not sums, zero=values[0].zero and sums)
@@ -531,8 +530,6 @@ class _Follower(Interpreter[Value]):
         return replace(value, count=Count(by.total, by.degree, factors), total=None, index=False, zero=False)
 
     def _multiplied(self, values: Sequence[Value], *, divided: bool = False) -> Value:  # noqa: PLR0911, PLR0912, C901  (cases)
-        if (mixed := _first_mixed(values)) is not None:
-            return mixed
         a, b = values
         if a.zero:
             return a
@@ -595,8 +592,6 @@ class _Follower(Interpreter[Value]):
     def _selected(self, at: _Equation) -> Value:  # noqa: PLR0911  (a case a line)
         """``select_n``: a condition, and what it chooses from."""
         condition, *cases = at.values
-        if condition.kind == Relation.MIXED:
-            return condition
         if condition.kind == Relation.FUNCTION:
             counted = [k for k, value in enumerate(cases) if value.count is not None and not value.zero]
             if len(counted) == 1 and len(cases) == 2 and all(value.zero for k, value in enumerate(cases) if k not in counted):
@@ -640,6 +635,8 @@ class _Follower(Interpreter[Value]):
         """What the rule of an equation says of all its results, or of each."""
         if only_names(eqn.eqn):
             return values
+        if eqn.kind not in _EACH_ITS_OWN and (mixed := _first_mixed(values)) is not None:
+            return [mixed] * len(eqn.outs)
         rule = _RULES.get(eqn.kind, _APPLIED if eqn.kind.startswith("random_") else None)
         found = [self._unknown(eqn, out) for out in eqn.outs] if rule is None else rule(self, eqn) if eqn.outs else []
         return found if isinstance(found, list) else [found] * len(eqn.outs)
@@ -648,10 +645,9 @@ class _Follower(Interpreter[Value]):
         if all(value.kind == Relation.SAME for value in at.values):
             placed = any(value.placed for value in at.values) or (bool(out.axes) and not any(o.axes for o in at.operands))
             return Value(degree=0 if all(value.degree == 0 for value in at.values) else None, placed=placed)
-        mixed = _first_mixed(at.values)
-        if at.kind.startswith("dot_product_attention") and mixed is None:  # the kernels of cuDNN: examples lie along the first axis
+        if at.kind.startswith("dot_product_attention"):  # the kernels of cuDNN: examples lie along the first axis
             return self._unless(any(axis for o in at.operands for axis in o.axes), at.values, "examples attend to each other")
-        return mixed or self._mixed(f"jaxpp does not know what {at.kind} does with the examples, and it may mix them")
+        return self._mixed(f"jaxpp does not know what {at.kind} does with the examples, and it may mix them")
 
     def _random(self, at: _Equation) -> Value:
         drawn = any(value.drawn for value in at.values)
@@ -712,11 +708,11 @@ class _Follower(Interpreter[Value]):
         kind, operand, value = at.kind, at.operands[0], at.values[0]
         axes = at.eqn.params.get("axes", ())
         over = [axis for axis in operand.axes if axis in axes]
-        if value.kind == Relation.MIXED or not over:
+        if not over:
             if value.kind in _REDUCED and kind != "reduce_sum":
                 return value if _LARGEST.get(kind) == value.kind else self._applied(kind, [value])
             if kind == "reduce_sum":
-                known = value.kind in (Relation.SAME, Relation.ROWS, Relation.TOTAL, Relation.MIXED)
+                known = value.kind in (Relation.SAME, Relation.ROWS, Relation.TOTAL)
                 return replace(value, total=None, index=False) if known else self._mixed(f"the sum of {value.kind.value} is used")
             return self._applied(kind, [value])
         if value.kind == Relation.SAME:
@@ -756,7 +752,7 @@ class _Follower(Interpreter[Value]):
 
     def _concatenate(self, at: _Equation) -> Value:
         axis, values = _param(at.eqn, "dimension"), at.values
-        if Relation.MIXED in {value.kind for value in values} or all(value.kind == Relation.SAME for value in values):
+        if all(value.kind == Relation.SAME for value in values):
             return replace(self._joined(values, sums=False), zero=all(value.zero for value in values))
         along = [operand for operand in at.operands if axis in operand.axes]
         if not along:
@@ -837,11 +833,9 @@ class _Follower(Interpreter[Value]):
         indices = [o.value for o in at.operands[2:]]
         return self._rows_of(self._joined([operand.value, update.value], sums=False), indices)
 
-    def _gather(self, at: _Equation) -> Value:  # noqa: PLR0911  (a case a line)
+    def _gather(self, at: _Equation) -> Value:
         (operand, indices), named = at.operands[:2], _param(at.eqn, "dimension_numbers")
         value, index = operand.value, indices.value
-        if (mixed := _first_mixed([value, index])) is not None:
-            return mixed
         if index.kind == Relation.SAME and index.degree != 0 and not index.index:
             return self._depending(index, value)
         if value.kind == Relation.SAME and index.kind == Relation.SAME:
@@ -872,8 +866,6 @@ class _Follower(Interpreter[Value]):
     def _scattered(self, at: _Equation) -> Value:
         (operand, indices, update), named = at.operands[:3], _param(at.eqn, "dimension_numbers")
         values = [operand.value, indices.value, update.value]
-        if (mixed := _first_mixed(values)) is not None:
-            return mixed
         if indices.value.kind in _REDUCED:
             return self._mixed("an index is computed of all examples")
         in_place = False  # whether each example writes at its own place
@@ -1258,19 +1250,7 @@ def written(loss: TracedLoss, var: Var, leaves: Sequence[str]) -> str | None:
 
 
 _DEPTH = 8
-_SIGNS = {
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "and": "&",
-    "or": "|",
-}
+_SIGNS = dict(zip("eq ne lt le gt ge add sub mul and or".split(), "== != < <= > >= + - * & |".split(), strict=True))
 
 
 class MicrobatchWarning(UserWarning):
@@ -1306,12 +1286,10 @@ def advice(
         fix = 'pass reduction="sum", or return the mean'
         if not own:
             fix = 'return the mean, or the sum as aux, which is added over the microbatches: return loss, {"sum": sum}'
-        return f"{computed}.\n  Got: {got}.\n  Fix: {fix}."
-    if verdict.what == "mean":
+    elif verdict.what == "mean":
         got = f"a mean over the examples, of which that is {num_microbatches} times as much{gradients}"
         fix = "leave reduction out, or return the sum" if own else 'return the sum, or the mean as aux: return loss, {"mean": mean}'
-        return f"{computed}.\n  Got: {got}.\n  Fix: {fix}."
-    if verdict.what == "count" and verdict.divisor is not None and verdict.divisor.var is not None:
+    elif verdict.what == "count" and verdict.divisor is not None and verdict.divisor.var is not None:
         plain = verdict.divisor.degree == verdict.degree == 0 and is_reciprocal(loss.graph, verdict.divisor)
         line = written(loss, verdict.divisor.var, leaves) if plain else None
         got = "a sum over the examples divided by a count of them, which may be another in each microbatch"
@@ -1320,11 +1298,12 @@ def advice(
             both = f'{{"sum": sum, "count": {line or "count"}}}'
             fix = f"return both as aux, {both}, which are added over the microbatches, and divide "
             fix += 'metrics.aux["sum"] by metrics.aux["count"]'
-        return f"{computed}.\n  Got: {got}.\n  Fix: {fix}."
-    got = f"a loss that is no mean over the examples: {verdict.mixing}"
-    if automatic:
-        got += '; weight="auto" finds no count to weigh by, so microbatches weigh as many examples as they have'
-    return f"{computed}, and each microbatch knows its own examples only.\n  Got: {got}.\n  Fix: {_WHOLE if own else WHOLE_THERE}."
+    else:
+        computed += ", and each microbatch knows its own examples only"
+        got, fix = f"a loss that is no mean over the examples: {verdict.mixing}", _WHOLE if own else WHOLE_THERE
+        if automatic:
+            got += '; weight="auto" finds no count to weigh by, so microbatches weigh as many examples as they have'
+    return f"{computed}.\n  Got: {got}.\n  Fix: {fix}."
 
 
 def _step(own: bool) -> str:

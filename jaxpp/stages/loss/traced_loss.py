@@ -47,7 +47,7 @@ from jaxpp.stages.jaxpr import (
 )
 from jaxpp.stages.layers import Layers, Read, first_reads, place_rows, split_scans
 from jaxpp.stages.own_params import OWN_NAME, num_own, without_joint
-from jaxpp.stages.stacked import assembled_shapes, concatenated, first_rows, is_slices, joined, split_like
+from jaxpp.stages.stacked import concatenated, first_rows, is_slices, joined, split_like, whole_shape
 from jaxpp.types import Aval, Batch, Leaf, LossFn, Params, Tree
 
 STATE_RULE = "one stage reads a model state leaf and makes its new value, or the next microbatch would wait for the one before"
@@ -168,12 +168,6 @@ class TracedLoss:
         """What each new model state leaf is a copy of."""
         producers = self.graph.producers()
         return tuple(self.graph.eqns[producers[atom]].invars[0] if isinstance(atom, Var) else atom for atom in self.new_state)
-
-    @cached_property
-    def stacked_state(self) -> frozenset[int]:
-        """The model state leaves of which each layer of a loop reads a row."""
-        read = {var for each in self.layers for var in each.stacked}
-        return frozenset(k for k, var in enumerate(self.state) if var in read)
 
     @cached_property
     def unchanged(self) -> frozenset[int]:
@@ -484,7 +478,7 @@ def trace_loss(  # noqa: PLR0913  (what the user has decided)
         loss, aux = _check_result(result, pair, differentiable) if is_loss else (0.0, result)
         new = state
         if model_state is not None and (pair or not is_loss):
-            new, aux = _check_state(aux, assembled_shapes(model_state), words)
+            new, aux = _check_state(aux, joined(model_state, whole_shape), words)
             new = split_like(new, model_state)
         _check_aux(aux, words)
         aux_leaves, aux_tree = jax.tree.flatten(aux)
