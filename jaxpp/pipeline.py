@@ -397,17 +397,9 @@ class Pipeline(Forward):
         first. What another loss trains and this one leaves alone is copied to ``state.previous`` at the end of a step, which
         therefore ends before the next begins.
 
-        Args:
-            loss_fn: as for ``Pipeline``; over the same parameters, and the same model state or sets of a bank if there are any.
-            trains: as for ``Pipeline``.
-            has_aux: as for ``Pipeline``.
-            reduce_aux: as for ``Pipeline``.
-            weight: as for ``Pipeline``.
-            reduction: as for ``Pipeline``.
-            broadcast: as for ``Pipeline``.
-            num_microbatches: as for ``Pipeline``. Default: that of this pipeline, as for the next two and all other options.
-            schedule: as for ``Pipeline``.
-            remat: as for ``Pipeline``.
+        The arguments are those of ``Pipeline`` with the same names. The loss is one over the same parameters, and over the same
+        model state or sets of a bank if there are any. ``num_microbatches``, ``schedule`` and ``remat`` are those of this pipeline
+        unless given, and so are all other options.
 
         Raises:
             ArgumentError: the pipeline has stages by hand; or, with ``delay=1``, this loss trains what no other does, and ``init``
