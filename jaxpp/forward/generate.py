@@ -136,10 +136,8 @@ class Generation(Iterator[Token]):
     def forecast(self, *, hbm: float | str | None = None) -> Forecast:
         """Memory of the generation before it runs, from shapes alone.
 
-        The passes are compiled and not run. With parameters that are shapes, the carry may be shapes and the prompts ``[]``.
-
-        Args:
-            hbm: as for ``Pipeline.forecast``.
+        The passes are compiled and not run. With parameters that are shapes, the carry may be shapes and the prompts ``[]``. What
+        ``hbm`` is, ``Pipeline.forecast`` says.
 
         Returns:
             the forecast: what each stage holds at its device's peak (of several replicas, on the devices of the first): parameters,

@@ -265,14 +265,8 @@ class ProgramTable(_Summed, Sequence[ProgramRow]):
     def of(self, kind: str | None = None, *, stage: int | None = None, rank: int | None = None) -> "ProgramTable":
         """The programs of one kind of action, of one stage, or of one rank, whose sums are then theirs alone.
 
-        Args:
-            kind: ``"F"``, ``"B"``, ``"I"`` or ``"W"``, or a ``Kind``. B is I then W, so ``"B"`` has these too. A program that is
-                forward and backward at once is of both kinds, with all that it runs.
-            stage: by number.
-            rank: by number.
-
-        Returns:
-            programs, as here; none if a step has none of these.
+        A kind is ``"F"``, ``"B"``, ``"I"`` or ``"W"``, or a ``Kind``. B is I then W, so ``"B"`` has these too. A program that is
+        forward and backward at once is of both kinds, with all that it runs.
 
         Raises:
             ArgumentError: there is no such kind.
@@ -389,14 +383,11 @@ class ProgramTable(_Summed, Sequence[ProgramRow]):
         """The roofline as a matplotlib ``Figure``: FLOPs for each byte against the FLOP/s that the bound allows, both logarithmic.
 
         The line that rises is the bandwidth of the memory, the level ones are the peaks of the types. Each program is a dot whose
-        area is its part of the step's bound; a dot far below the roof is a program whose kernels differ, or are short.
-
-        Args:
-            width: of the figure in inches, of which a page shows 96 pixels each; 7.5 unless given.
+        area is its part of the step's bound; a dot far below the roof is a program whose kernels differ, or are short. ``width`` is
+        in inches, of which a page shows 96 pixels each; 7.5 unless given. Needs matplotlib.
 
         Raises:
             ArgumentError: jaxpp does not have the numbers of the device, so there is no roof.
-            ImportError: without matplotlib, saying how to install it.
         """
         if self.target is None:
             devices = ", ".join(self._devices) or "no programs"

@@ -102,13 +102,8 @@ def line_times(
 
     A line begins when its operands are there, what computes its stage (``owner``) has done the lines before it, and the host has
     handed it over. A send waits for its operand alone; a copy to host memory or back also for the link, one in each direction.
-    So whatever becomes a line is on the clock: updates, visits and steps in flow, of which a clock on actions has to be told.
-
-    Args:
-        plan: the lines.
-        durations: how long each takes.
-        owner: a number for what computes each stage: its rank, or its device.
-        handed: when the host has handed over each line; at once unless given.
+    So whatever becomes a line is on the clock: updates, visits and steps in flow, of which a clock on actions has to be told. What
+    computes a stage is its rank, or its device. Unless it is said when the host has ``handed`` over each line, it is so at once.
     """
     free: defaultdict[int, float] = defaultdict(float)
     links: defaultdict[tuple[int, MemoryCopy], float] = defaultdict(float)
