@@ -18,7 +18,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,7 +63,7 @@ from jaxpp.tables import bytes_in_words
 from jaxpp.targets import compiles_only
 from jaxpp.tasks.bank import Bank
 from jaxpp.tuner.search import KNOBS, Candidate, Family
-from jaxpp.types import Array, Batch, Device, Key, LossFn, Params, Tree
+from jaxpp.types import Array, Batch, Device, Key, LossFn, Tree
 
 _MEASURED = 2.5  # seconds for the steps of a family, beside those that are looked at; twice for the first, which tells the pace
 _TIMED = 2.0  # seconds for the steps of a candidate, in all rounds
@@ -108,8 +108,12 @@ class Devices:
             has_state = bool(self._options.get("has_state"))
             loss_fn = join_losses(positional_key(loss_fn, 3 + has_state))
             optimizer = join_optimizers(optimizer, bank.optimizer)
-            join = partial(_with_set, bank.params(bank.tasks[0]), has_state)
-            init_or_params = _behind(init_or_params, join) if self._makes else join(init_or_params)
+            own, init = bank.params(bank.tasks[0]), init_or_params
+
+            def join(made: Tree) -> Tree:
+                return (Joint(made[0], own), *made[1:]) if has_state else Joint(made, own)
+
+            init_or_params = (lambda key: join(init(key))) if self._makes else join(init)
         self._loss_fn, self._optimizer, self._made, self._batch = loss_fn, optimizer, init_or_params, batch
         self._key = jax.random.key(0) if key is None else key
         self._mesh, self._axes = mesh, axis_map(self._options.get("axes"), mesh)
@@ -364,15 +368,6 @@ class Devices:
         rule = "programs are measured on the devices, which must have room for one microbatch at a time"
         got = f"{family.words}: {bytes_in_words(peak)}, and devices of {bytes_in_words(room)}"
         raise ArgumentError("jaxpp.tune(...)", rule, got, "allow more stages or microbatches, or a smaller batch")
-
-
-def _with_set(own: Params, has_state: bool, made: Tree) -> Tree:
-    """What init was given or made, with a set of a bank beside the parameters."""
-    return (Joint(made[0], own), *made[1:]) if has_state else Joint(made, own)
-
-
-def _behind(init: Callable[[Key], Tree], join: Callable[[Tree], Tree]) -> Callable[[Key], Tree]:
-    return lambda key: join(init(key))
 
 
 class _Steps(Steps):
