@@ -34,19 +34,7 @@ from jaxpp.runtime.hlo import HloInstruction, Kernel, aliased, float64_in, parse
 from jaxpp.runtime.replica_groups import Mean
 from jaxpp.runtime.roofline import Roofline, kernel_roofline, peak_of, program_roofline
 from jaxpp.schedule.action import Kind
-from jaxpp.schedule.draw.canvas import (
-    INK,
-    WORDS,
-    Axes,
-    Entry,
-    Figure,
-    Panel,
-    chart,
-    colour_of,
-    fit_page,
-    number_points,
-    shade,
-)
+from jaxpp.schedule.draw import canvas
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.program import Role
 from jaxpp.tables import bytes_in_words, flops_in_words, fold_lines, html_remarks, html_table, in_bytes, in_units, table_lines
@@ -379,7 +367,7 @@ class ProgramTable(_Summed, Sequence[ProgramRow]):
     def _repr_html_(self) -> str:
         return html_table(self._cells()) + html_remarks(self.remarks()) if self.rows else "<p>no programs</p>"
 
-    def figure(self, width: float | None = None) -> Figure:
+    def figure(self, width: float | None = None) -> canvas.Figure:
         """The roofline as a matplotlib ``Figure``: FLOPs for each byte against the FLOP/s that the bound allows, both logarithmic.
 
         The line that rises is the bandwidth of the memory, the level ones are the peaks of the types. Each program is a dot whose
@@ -655,7 +643,7 @@ _LEAST, _MOVES = 0.005, 1 / 64
 _NEAR = 1.3  # how much farther along an axis a dot may lie that shares a number
 
 
-def roofline_figure(rows: Sequence[ProgramRow], kinds: Sequence[str], target: GPU, width: float | None = None) -> Figure:
+def roofline_figure(rows: Sequence[ProgramRow], kinds: Sequence[str], target: GPU, width: float | None = None) -> canvas.Figure:
     """The roof of a target for the types of products, and a dot for each program that computes anything.
 
     Both axes are logarithmic: FLOPs for each byte, and FLOP/s. Dots have numbers, and below the axes stands what they are,
@@ -667,33 +655,33 @@ def roofline_figure(rows: Sequence[ProgramRow], kinds: Sequence[str], target: GP
     sized = [(math.sqrt(bound / whole), row) for bound, row in bounds if row.place[0] > _MOVES and bound >= _LEAST * whole]
     drawn = [row for _, row in sized]
     peaks, groups = _peaks(kinds, target), _groups(drawn)
-    panel = Panel(1, max(_LOW, _HEIGHT * width), 1)
+    panel = canvas.Panel(1, max(_LOW, _HEIGHT * width), 1)
     heading = f"What the programs of a step reach at most on {target.kind} (area: part of the step's bound)"
     beside = _across(len(bounds) - len(drawn), groups, peaks, width)
-    figure, axes = chart((width, 2 + panel.height), heading, _key(drawn), beside, "FLOP/s at most")
+    figure, axes = canvas.chart((width, 2 + panel.height), heading, _key(drawn), beside, "FLOP/s at most")
     across, up = _extents(drawn, peaks, target)
     axes.set(xscale="log", yscale="log", xlim=across, ylim=up)
     _draw_roof(axes, peaks, target, across)
     for size, row in sized:
         style = {"edgecolors": "white", "linewidths": 0.8, "alpha": 0.9, "zorder": 3, "label": row.name}
         axes.scatter(*([part] for part in row.place), s=max(_SMALLEST, _LARGEST * size) ** 2, color=_colour(row), **style)
-    fit_page(figure, [axes], [panel])
-    number_points(axes, [group[0].place for group in groups])
+    canvas.fit_page(figure, [axes], [panel])
+    canvas.number_points(axes, [group[0].place for group in groups])
     return figure
 
 
-def _key(drawn: Sequence[ProgramRow]) -> list[Entry]:
+def _key(drawn: Sequence[ProgramRow]) -> list[canvas.Entry]:
     found = {_word(row): _colour(row) for row in drawn}
-    order = [*WORDS.values(), "F and B in one", "rest of a step"]
+    order = [*canvas.WORDS.values(), "F and B in one", "rest of a step"]
     return sorted(found.items(), key=lambda entry: order.index(entry[0]))
 
 
 def _word(row: ProgramRow) -> str:
-    return "rest of a step" if not row.kinds else WORDS[row.kinds[0]] if len(row.kinds) == 1 else "F and B in one"
+    return "rest of a step" if not row.kinds else canvas.WORDS[row.kinds[0]] if len(row.kinds) == 1 else "F and B in one"
 
 
 def _colour(row: ProgramRow) -> str:
-    return _REST if not row.kinds else colour_of(row.kinds[0], 0, 0) if len(row.kinds) == 1 else _BOTH
+    return _REST if not row.kinds else canvas.colour_of(row.kinds[0], 0, 0) if len(row.kinds) == 1 else _BOTH
 
 
 def _across(left_out: int, groups: Sequence[Sequence[ProgramRow]], peaks: Sequence[tuple[float, str]], width: float) -> str:
@@ -731,12 +719,12 @@ def _room(values: Sequence[float]) -> tuple[float, float]:
     return min(values) / 2, max(values) * 1.25
 
 
-def _draw_roof(axes: Axes, peaks: Sequence[tuple[float, str]], target: GPU, across: tuple[float, float]) -> None:
+def _draw_roof(axes: canvas.Axes, peaks: Sequence[tuple[float, str]], target: GPU, across: tuple[float, float]) -> None:
     left, right = across
     highest = peaks[0][0] / target.bandwidth
-    axes.plot([left, highest], [left * target.bandwidth, peaks[0][0]], color=INK, linewidth=1.5, label="memory", zorder=2)
+    axes.plot([left, highest], [left * target.bandwidth, peaks[0][0]], color=canvas.INK, linewidth=1.5, label="memory", zorder=2)
     for number, (peak, words) in enumerate(peaks):
-        style = {"color": INK if number == 0 else shade(0.9), "linewidth": 1.5 if number == 0 else 0.9, "zorder": 2}
+        style = {"color": canvas.INK if number == 0 else canvas.shade(0.9), "linewidth": 1.5 if number == 0 else 0.9, "zorder": 2}
         axes.plot([peak / target.bandwidth, right], [peak, peak], label=words, **style)
 
 
