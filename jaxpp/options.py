@@ -30,7 +30,6 @@ from jaxpp.runtime.place import (
     submeshes,
 )
 from jaxpp.runtime.processes.here import is_here, processes_of
-from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.flow import overlaps
 from jaxpp.schedule.forward import forward
@@ -545,12 +544,7 @@ def _idle_devices(schedule: Schedule, there: int) -> DevicesWarning | None:
 
 def _check_order(schedule: Schedule) -> None:
     """Model state passes from microbatch to microbatch, so every stage must run its forwards in their order."""
-    forwards: dict[int, list[int]] = {}
-    for stage, kind, microbatch in schedule.order:
-        if kind == Kind.F:
-            forwards.setdefault(stage, []).append(microbatch)
-    wrong = [f"stage {s} runs F of {', '.join(map(str, found))}" for s, found in sorted(forwards.items()) if found != sorted(found)]
-    if wrong:
+    if wrong := [f"stage {stage} runs F of {', '.join(map(str, found))}" for stage, found in schedule.out_of_order.items()]:
         rule = "model state is updated microbatch by microbatch, so each stage runs its forwards in order"
         fix = "use a schedule whose forwards are in order, as those of jaxpp.schedule.make are"
         raise ScheduleError(f"schedule={schedule.name!r}, has_state=True", rule, wrong, fix)

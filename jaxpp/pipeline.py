@@ -397,17 +397,9 @@ class Pipeline(Forward):
         first. What another loss trains and this one leaves alone is copied to ``state.previous`` at the end of a step, which
         therefore ends before the next begins.
 
-        Args:
-            loss_fn: as for ``Pipeline``; over the same parameters, and the same model state or sets of a bank if there are any.
-            trains: as for ``Pipeline``.
-            has_aux: as for ``Pipeline``.
-            reduce_aux: as for ``Pipeline``.
-            weight: as for ``Pipeline``.
-            reduction: as for ``Pipeline``.
-            broadcast: as for ``Pipeline``.
-            num_microbatches: as for ``Pipeline``. Default: that of this pipeline, as for the next two and all other options.
-            schedule: as for ``Pipeline``.
-            remat: as for ``Pipeline``.
+        The arguments are those of ``Pipeline`` with the same names. The loss is one over the same parameters, and over the same
+        model state or sets of a bank if there are any. ``num_microbatches``, ``schedule`` and ``remat`` are those of this pipeline
+        unless given, and so are all other options.
 
         Raises:
             ArgumentError: the pipeline has stages by hand; or, with ``delay=1``, this loss trains what no other does, and ``init``
@@ -546,11 +538,8 @@ class Pipeline(Forward):
             state, metrics = pipe.step(state, batch, key)
 
         Leaves that the pipeline holds as slices of unequal size, or as several on one device, come to pinned host memory; the
-        first step brings the slices to their owners.
-
-        Args:
-            init_or_shapes: as for ``init``; instead of parameters their shapes will do, ``jax.eval_shape(init_fn, key)``.
-            *args: as for ``init``.
+        first step brings the slices to their owners. The arguments are those of ``init``; instead of parameters their shapes will
+        do, ``jax.eval_shape(init_fn, key)``.
 
         Returns:
             a ``State`` whose leaves are ``jax.ShapeDtypeStruct``s with shardings; ``step`` is 0.
@@ -641,13 +630,8 @@ class Pipeline(Forward):
         """End the flow of steps: with ``delay=1``, hand over the rest of the step that made this state.
 
         Nobody needs to call it: whoever looks at a state does the same, so ``evaluate``, a checkpoint or
-        ``jax.block_until_ready(state)`` find the state after its step. The results are the same with it and without.
-
-        Args:
-            state: from ``step``; any other is left as it is.
-
-        Returns:
-            the state that was given.
+        ``jax.block_until_ready(state)`` find the state after its step. The results are the same with it and without. It returns the
+        state that it was given; one that is not from ``step`` is left as it is.
 
         Raises:
             StateError: what is given is no state, or its step failed in part.

@@ -24,26 +24,12 @@ from jaxpp.errors import ArgumentError, is_count, shown
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.errors.tracebacks import entry
 from jaxpp.options import Options
+from jaxpp.stages import jaxpr
 from jaxpp.stages.axes import MODEL, axis_names
 from jaxpp.stages.cost import count_bytes, count_flops
 from jaxpp.stages.estimate import Rates, seconds_of
 from jaxpp.stages.graph import Graph
 from jaxpp.stages.interpreter import Interpreter
-from jaxpp.stages.jaxpr import (
-    ALONG,
-    CALLS,
-    CHECKPOINTS,
-    CUSTOM_RULES,
-    ELEMENTWISE,
-    REDUCTIONS,
-    Atom,
-    Scan,
-    attention_sizes,
-    aval_of,
-    axes_of_attention,
-    kind_of,
-    only_names,
-)
 from jaxpp.stages.loss.microbatch import first_of
 from jaxpp.stages.loss.rng_key import positional_key
 from jaxpp.stages.loss.traced_loss import TracedLoss
@@ -54,7 +40,9 @@ __all__ = ["propose_shardings"]
 
 _EXCHANGE = 1e3  # FLOPs for which there is time while a byte goes to another device: of an A100, in bfloat16 and by NVLink
 _Axes = tuple[int, ...]  # the number of each axis of a value, among those of ``_Features``
-_SAME = ELEMENTWISE | frozenset("sharding_constraint reshard optimization_barrier bitcast_convert_type real imag conj".split())
+_SAME = jaxpr.ELEMENTWISE | frozenset(
+    "sharding_constraint reshard optimization_barrier bitcast_convert_type real imag conj".split()
+)
 _NEW = frozenset(
     "iota random_bits random_seed random_split random_wrap random_unwrap random_fold_in random_clone rng_bit_generator".split()
 )  # what they make has axes of its own, of which each device can make its part
@@ -112,7 +100,7 @@ class _Features:
 class _Follower(Interpreter[_Axes]):
     """Joins axes, equation by equation."""
 
-    enters = CALLS | CHECKPOINTS | CUSTOM_RULES | {"scan", "while", "cond"}
+    enters = jaxpr.CALLS | jaxpr.CHECKPOINTS | jaxpr.CUSTOM_RULES | {"scan", "while", "cond"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +115,7 @@ class _Follower(Interpreter[_Axes]):
         found = cls()
         found.rates = rates
         found.weigh(graph.eqns, graph.outputs)
-        found.values = {var: found.features.new(aval_of(var).shape) for var in graph.inputs}
+        found.values = {var: found.features.new(jaxpr.aval_of(var).shape) for var in graph.inputs}
         found.values |= {var: found.constant(var, value) for var, value in graph.constants.items()}
         for found.equation, eqn in enumerate(graph.eqns):
             found.step(eqn)
@@ -142,7 +130,7 @@ class _Follower(Interpreter[_Axes]):
             if MODEL in axis_names(entry)
         }
 
-    def weigh(self, eqns: Sequence[JaxprEqn], results: Sequence[Atom]) -> None:
+    def weigh(self, eqns: Sequence[JaxprEqn], results: Sequence[jaxpr.Atom]) -> None:
         """Keep what equations take."""
         if self.rates is not None:
             self.seconds.update(zip(map(id, eqns), seconds_of(eqns, results, self.rates), strict=True))
@@ -152,7 +140,7 @@ class _Follower(Interpreter[_Axes]):
         return super().call(body, values)
 
     def number(self, atom: Literal) -> _Axes:
-        return self.features.new(aval_of(atom).shape)
+        return self.features.new(jaxpr.aval_of(atom).shape)
 
     def constant(self, var: object, value: Leaf) -> _Axes:  # noqa: ARG002
         return self.features.new(value.shape)
@@ -161,7 +149,7 @@ class _Follower(Interpreter[_Axes]):
         self.join(a, b)
         return a
 
-    def scanned(self, eqn: JaxprEqn, loop: Scan, values: list[_Axes]) -> Sequence[_Axes]:  # noqa: ARG002
+    def scanned(self, eqn: JaxprEqn, loop: jaxpr.Scan, values: list[_Axes]) -> Sequence[_Axes]:  # noqa: ARG002
         fixed, carry, rows = loop.split(values)
         around, self.times = self.times, self.times * loop.length
         results = self.call(loop.body, [*fixed, *carry, *(axes[1:] for axes in rows)])
@@ -177,16 +165,16 @@ class _Follower(Interpreter[_Axes]):
             self.features.join(one, other)
 
     def plain(self, eqn: JaxprEqn, values: list[_Axes]) -> Sequence[_Axes]:
-        outs = [self.features.new(getattr(aval_of(var), "shape", ())) for var in eqn.outvars]
-        kind = kind_of(eqn)
-        if kind in _SAME or only_names(eqn):
+        outs = [self.features.new(getattr(jaxpr.aval_of(var), "shape", ())) for var in eqn.outvars]
+        kind = jaxpr.kind_of(eqn)
+        if kind in _SAME or jaxpr.only_names(eqn):
             for axes, out in zip(values, outs if len(outs) > 1 else outs * len(values), strict=True):
                 if len(axes) == len(out):  # others are numbers
                     self.join(axes, out)
         elif kind in _FORMS:
             _FORMS[kind](self, eqn, values, outs)
-        elif attention_sizes(eqn) is not None:
-            heads = axes_of_attention(eqn)[1]
+        elif jaxpr.attention_sizes(eqn) is not None:
+            heads = jaxpr.axes_of_attention(eqn)[1]
             sizes = [self._sizes(axes) for axes in values[:3]]
             others = [axes for axes in (*values[3:], *outs) if self._sizes(axes) in sizes]  # the result, and what is a gradient
             self._along(eqn, [*values[:3], *others], {0, heads})
@@ -224,7 +212,7 @@ class _Follower(Interpreter[_Axes]):
 
     def _but_along(self, eqn: JaxprEqn, values: list[_Axes], outs: list[_Axes]) -> None:
         """What works along one axis (a sort, a cumulative sum, parts put end to end), and leaves the others."""
-        along = eqn.params[ALONG[kind_of(eqn)]]
+        along = eqn.params[jaxpr.ALONG[jaxpr.kind_of(eqn)]]
         shapes = [*values, *outs]
         along = len(outs[0]) - 1 if along < 0 else along
         self._along(eqn, [axes for axes in shapes if len(axes) == len(outs[0])], set(range(len(outs[0]))) - {along})
@@ -299,17 +287,17 @@ class _Follower(Interpreter[_Axes]):
         self._add(eqn, 0.0, outs[0], [values[0][k] for k in numbers.collapsed_slice_dims])
 
     def _add(self, eqn: JaxprEqn, flops: float, out: _Axes, summed: Iterable[int]) -> None:
-        num_bytes = self.times * count_bytes(aval_of(eqn.outvars[0]))
+        num_bytes = self.times * count_bytes(jaxpr.aval_of(eqn.outvars[0]))
         self.products.append(_Product(self.equation, self.times * flops, frozenset(out), frozenset(summed), num_bytes))
 
 
 _Form = Callable[[_Follower, JaxprEqn, list[_Axes], list[_Axes]], None]
 _FORMS: dict[str, _Form] = {
     **dict.fromkeys(("slice", "dynamic_slice", "dynamic_update_slice", "pad"), _Follower._where_equal),
-    **dict.fromkeys(ALONG, _Follower._but_along),
+    **dict.fromkeys(jaxpr.ALONG, _Follower._but_along),
     "squeeze": _Follower._squeeze,
     **dict.fromkeys(("reshape", "expand_dims"), _Follower._reshape),
-    **dict.fromkeys(REDUCTIONS, _Follower._reduce),
+    **dict.fromkeys(jaxpr.REDUCTIONS, _Follower._reduce),
     "transpose": _Follower._transpose,
     "broadcast_in_dim": _Follower._broadcast,
     "dot_general": _Follower._dot,
@@ -401,12 +389,12 @@ def shared_stages(
     ]
 
 
-def sharded_axes(graph: Graph, specs: Sequence[PartitionSpec], width: int) -> Callable[[Atom], PartitionSpec]:
+def sharded_axes(graph: Graph, specs: Sequence[PartitionSpec], width: int) -> Callable[[jaxpr.Atom], PartitionSpec]:
     """How each value of a function is sharded over so many devices, likely, if its inputs are sharded so."""
     found = _Follower.along(graph)
     sharded, root, sizes = found.sharded(graph.inputs, specs), found.features.root, found.features.sizes
 
-    def spec_of(atom: Atom) -> PartitionSpec:
+    def spec_of(atom: jaxpr.Atom) -> PartitionSpec:
         axes = () if isinstance(atom, Literal) else found.values.get(atom, ())  # what is in a kernel has none
         at = next((k for k, axis in enumerate(axes) if root(axis) in sharded and sizes[axis] % width == 0), None)
         return PartitionSpec() if at is None else PartitionSpec(*[None] * at, MODEL)

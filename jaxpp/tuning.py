@@ -122,13 +122,8 @@ class Tuning:
         """Predicted time of a step against the memory of the fullest device, a mark for each candidate, as a matplotlib ``Figure``.
 
         The *frontier* is drawn as a line: candidates of which none other is both faster and smaller. Candidates that ran have a
-        second mark at the time that they took. As the last line of a notebook's cell the figure shows itself.
-
-        Args:
-            width: of the figure in inches, of which a page shows 96 pixels each; 9.4 unless given.
-
-        Raises:
-            ImportError: without matplotlib, saying how to install it.
+        second mark at the time that they took. As the last line of a notebook's cell the figure shows itself. ``width`` is in
+        inches, of which a page shows 96 pixels each; 9.4 unless given. Needs matplotlib.
         """
         return tuning_figure(self.with_memory, self.found.best, self.hbm, width)
 

@@ -336,22 +336,18 @@ def verify_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key |
     """Compare the loss, aux, gradients and model state that a pipeline found with the oracle's; return what was compared."""
     sharded = engine.preparer.step(batch, key).cuts[0].loss.graph.sharded
     with engine.options.axes.plain() if sharded else contextlib.nullcontext():
-        return _compare_grads(engine, leaves, batch, key, found)
-
-
-def _compare_grads(engine: Engine, leaves: Leaves[Array], batch: Batch, key: Key | None, found: Outcome[Array]) -> list[str]:
-    """``verify_grads``. Where the loss is known to be that of the whole batch, that of the whole batch is compared too."""
-    plain = _Plain.of(engine, leaves, batch, key, found)
-    try:
-        return _compare_with(plain, engine, found, batch)
-    except VerifyError as error:
-        if (what := plain.changed()) is None:
-            raise
-        _, _, got, _, _ = error.parts
-        raise VerifyError("verify", IMPURE, [what, *got], PURE) from error
+        plain = _Plain.of(engine, leaves, batch, key, found)
+        try:
+            return _compare_with(plain, engine, found, batch)
+        except VerifyError as error:
+            if (what := plain.changed()) is None:
+                raise
+            _, _, got, _, _ = error.parts
+            raise VerifyError("verify", IMPURE, [what, *got], PURE) from error
 
 
 def _compare_with(plain: "_Plain", engine: Engine, found: Outcome[Array], batch: Batch) -> list[str]:
+    """Compare with the plain step; where the loss is known to be that of the whole batch, with that of the whole batch too."""
     loss, aux, grads, *new = plain.accumulated(plain.loss_fn, plain.params)
     plain.compare_loss(loss, lambda loss_fn: plain.accumulated(loss_fn, plain.params)[0])
     compare("aux", found.aux, aux, coarsest=plain.coarsest)

@@ -167,9 +167,7 @@ class Forward:
     def abstract_params(self, init_or_shapes: Tree, *args: Tree) -> Params:
         """The shapes of the parameters, each with the sharding of its owner: what a checkpoint is restored to. No array is made.
 
-        Args:
-            init_or_shapes: as for ``init``; instead of parameters their shapes will do, ``jax.eval_shape(init_fn, key)``.
-            *args: as for ``init``.
+        The arguments are those of ``init``; instead of parameters their shapes will do, ``jax.eval_shape(init_fn, key)``.
 
         Returns:
             a tree of ``jax.ShapeDtypeStruct`` with shardings. Orbax restores the parameters of a checkpoint straight to the owners.
@@ -401,13 +399,8 @@ class Forward:
 
         Of a ``Pipeline`` they are those of a training step; of a ``Forward``, or with ``fn``, those of a call of ``apply``. They
         are compiled, as ``init`` would, and not run; no parameter is made. On devices that only compile (``jaxpp.target``) they are
-        what such a GPU would run: its kernels, who wrote its matrix products, and the time that each takes at least.
-
-        Args:
-            params_or_shapes: the parameters, or their shapes, as for ``forecast``.
-            batch: as for ``step`` or ``apply``, or its shapes.
-            key: as for ``step`` or ``apply``, or its shape; may be left out even if the function takes a key.
-            fn: a function for ``apply``, as for ``forecast``.
+        what such a GPU would run: its kernels, who wrote its matrix products, and the time that each takes at least. The arguments
+        are those of ``forecast``.
 
         Returns:
             one row for each program: kernels, matrix products by type and by who wrote them, bytes, memory, and the least seconds

@@ -58,7 +58,7 @@ _Outcome = tuple[NextToken, Rows] | Exception
 
 
 @entries
-class Generation(Iterator[Token]):
+class Generation(Iterator[Token], contextlib.AbstractContextManager["Generation"]):
     """The tokens of many sequences, as they are made: an iterator of ``Token``.
 
     Tokens of different prompts come mixed, those of one prompt in order. ``close()``, the end of a ``with`` block, or letting go of
@@ -88,9 +88,6 @@ class Generation(Iterator[Token]):
         self._ended = False
         self._made, self._collected = collections.deque[Token | Exception](), list[Token]()
 
-    def __iter__(self) -> "Generation":
-        return self
-
     def __next__(self) -> Token:
         trace = current_trace()
         try:
@@ -119,9 +116,6 @@ class Generation(Iterator[Token]):
         prompts = f"{places.num_ended} of {places.num_prompts} prompts" if places.num_prompts else f"{places.num_ended} prompts"
         return f"Generation: {places.num_made} tokens made, {prompts} ended, {self.num_passes} passes through the stages"
 
-    def __enter__(self) -> "Generation":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -136,10 +130,8 @@ class Generation(Iterator[Token]):
     def forecast(self, *, hbm: float | str | None = None) -> Forecast:
         """Memory of the generation before it runs, from shapes alone.
 
-        The passes are compiled and not run. With parameters that are shapes, the carry may be shapes and the prompts ``[]``.
-
-        Args:
-            hbm: as for ``Pipeline.forecast``.
+        The passes are compiled and not run. With parameters that are shapes, the carry may be shapes and the prompts ``[]``. What
+        ``hbm`` is, ``Pipeline.forecast`` says.
 
         Returns:
             the forecast: what each stage holds at its device's peak (of several replicas, on the devices of the first): parameters,

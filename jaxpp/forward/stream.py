@@ -7,6 +7,7 @@ output that the consumer holds counts as in flight until the consumer asks for t
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from itertools import count, islice, repeat
 from typing import Any
 
@@ -23,7 +24,7 @@ _PULLED, _DISPATCHED, _FAILED = "pulled", "dispatched", "failed"  # in flight: a
 
 
 @entries
-class Stream(Iterator[Tree]):
+class Stream(Iterator[Tree], AbstractContextManager["Stream"]):
     """The outputs of batches, in their order, as an iterator that looks ahead by a bounded number of batches.
 
     ``next`` returns the outputs of the next batch when the devices have computed them, while later batches are under way. An
@@ -126,9 +127,6 @@ class Stream(Iterator[Tree]):
         """Drop everything: the batches, and the outputs that nobody has taken. The stream has ended then."""
         self._work = None
         self._flight.clear()
-
-    def __enter__(self) -> "Stream":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

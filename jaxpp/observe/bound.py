@@ -29,20 +29,11 @@ from jaxpp.observe.memory.liveness import brought, memory_kind, step_liveness
 from jaxpp.observe.profile.record import flowing_plan
 from jaxpp.observe.profile.spans import line_times
 from jaxpp.options import Options
+from jaxpp.runtime import roofline
 from jaxpp.runtime.bind import BoundLine
 from jaxpp.runtime.hlo import Kernel, read_kernels
 from jaxpp.runtime.measure import copy_times
 from jaxpp.runtime.place import Place, Placement
-from jaxpp.runtime.roofline import (
-    SPREAD,
-    Prediction,
-    copy_seconds,
-    kernel_seconds,
-    likely_seconds,
-    peaks_of,
-    program_roofline,
-    send_seconds,
-)
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.costs import StepCosts
@@ -133,7 +124,7 @@ class StepBound:
     again: float
     num_devices: int
     host: HostWork
-    predicted: Prediction
+    predicted: roofline.Prediction
     likely: StepCosts
     likely_parts: Parts
     reached: float
@@ -167,7 +158,7 @@ class StepBound:
     def peak_fraction(self) -> float:
         """The most of the devices' peak that the model's own matrix products can reach, each type at its own peak (MFU)."""
         flops = sum(self.products.values())
-        at_peak = sum(peaks_of(self.products, target) for target in self.targets) / len(self.targets) / self.num_devices
+        at_peak = sum(roofline.peaks_of(self.products, target) for target in self.targets) / len(self.targets) / self.num_devices
         return (1 - self.again / flops) * at_peak / self.seconds if flops else 0.0
 
     @cached_property
@@ -278,13 +269,13 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
     least, likely, soonest = (
         told(work.alone, work.handing, work.handing),
         told(launched, work.driving, [_DRIVEN] * len(lines)),
-        told([SPREAD[0] * seconds for seconds in work.likely], work.handing, work.handing),
+        told([roofline.SPREAD[0] * seconds for seconds in work.likely], work.handing, work.handing),
     )
     (parts, added), (expected, _), (quick, _) = (
         _parts_of(each, lowered, schedule.stage_to_rank, placement.by_rank) for each in (least, likely, soonest)
     )
     seconds = max(sum(parts), sum(expected))
-    predicted = Prediction(seconds, max(sum(parts), min(seconds, sum(quick))), SPREAD[1] * seconds)
+    predicted = roofline.Prediction(seconds, max(sum(parts), min(seconds, sum(quick))), roofline.SPREAD[1] * seconds)
     costs = costs_of_plan(plan, schedule.num_stages, least.still, work.handing, usual=min)
     probable = costs_of_plan(plan, schedule.num_stages, likely.still, work.driving)
     visits = None
@@ -401,16 +392,16 @@ def _counted(
         if id(instruction.call) not in known:
             known[id(instruction.call)] = read_kernels(cast("Compiled", instruction.call).as_text() or "")
         kernels = known[id(instruction.call)]
-        alone.append(program_roofline(kernels, target, line.place.devices).seconds)
+        alone.append(roofline.program_roofline(kernels, target, line.place.devices).seconds)
         launched = sum(kernel.runs for kernel in kernels)
-        likely.append(likely_seconds(kernels, target, line.place.devices))
+        likely.append(roofline.likely_seconds(kernels, target, line.place.devices))
         driving.append(_DRIVEN + _LAUNCH * launched)
         num_kernels += launched
         own = Counter[str]()
         for kernel in (kernel for kernel in kernels if kernel.products):
             own.update({kind: len(line.place.devices) * kernel.runs * flops for kind, flops in kernel.products.items()})
-            at_peak += kernel.runs * peaks_of(kernel.products, target)
-            taken += kernel_seconds(kernel, target)
+            at_peak += kernel.runs * roofline.peaks_of(kernel.products, target)
+            taken += roofline.kernel_seconds(kernel, target)
         products.update(own)
         if repeated and line.action is not None and line.action.kind == Kind.F and line.fused is None:
             again += placement.num_replicas * repeated[line.stage]
@@ -501,8 +492,8 @@ def _visits_of(lines: Sequence[BoundLine], alone: Sequence[float], sizes: Mappin
 def _moving(line: BoundLine, places: Sequence[Place], sizes: Mapping[Name, int], target: GPU) -> float:
     """What a send, or a copy to host memory and back, takes at least; nothing for a batch, which may be there before the call."""
     if line.copies is not None:
-        return copy_seconds(sum(sizes.get(name, 0) for name in line.outputs), target)
+        return roofline.copy_seconds(sum(sizes.get(name, 0) for name in line.outputs), target)
     if not line.is_send or line.inputs[0].stage == CALLER:
         return 0.0
     (source,), (name,) = line.inputs, line.outputs
-    return send_seconds(sizes.get(name, 0), places[source.stage].devices[0], line.place.devices[0], target)
+    return roofline.send_seconds(sizes.get(name, 0), places[source.stage].devices[0], line.place.devices[0], target)

@@ -64,8 +64,11 @@ class Detector:
 
     def look(self) -> None:
         """Look at what is there by now; warn if the sums of a stage were zero several times in a row, or a loss is NaN."""
-        while self._unread and all(map(_is_ready, (self._unread[0].losses[-1].value, *self._unread[0].squares))):
-            losses, squares = self._unread.popleft()
+        while self._unread:
+            losses, squares = self._unread[0]
+            if not all(value.is_ready() for value in (losses[-1].value, *squares) if _is_here(value)):
+                break
+            self._unread.popleft()
             try:
                 found = [float(value) if _is_here(value) else 1.0 for value in squares]
                 numbers = {step: float(value) for step, value in losses[-1:] if _is_here(value)}
@@ -95,10 +98,6 @@ class Detector:
             else:
                 self._since += stands_for
                 self._nans = [] if self._since >= _PATIENCE else self._nans  # with delay=1 one number comes between
-
-
-def _is_ready(value: Leaf) -> bool:
-    return not _is_here(value) or value.is_ready()
 
 
 def _is_here(value: Leaf) -> bool:

@@ -34,20 +34,7 @@ from jaxpp.runtime.hlo import HloInstruction, Kernel, aliased, float64_in, parse
 from jaxpp.runtime.replica_groups import Mean
 from jaxpp.runtime.roofline import Roofline, kernel_roofline, peak_of, program_roofline
 from jaxpp.schedule.action import Kind
-from jaxpp.schedule.draw.canvas import (
-    INK,
-    WORDS,
-    Axes,
-    Entry,
-    Figure,
-    Panel,
-    colour_of,
-    draw_key,
-    fit_page,
-    new_figure,
-    number_points,
-    shade,
-)
+from jaxpp.schedule.draw import canvas
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.program import Role
 from jaxpp.tables import bytes_in_words, flops_in_words, fold_lines, html_remarks, html_table, in_bytes, in_units, table_lines
@@ -203,6 +190,18 @@ class ProgramRow(_Summed):
         """What limits most of that time: ``"compute"``, ``"memory"`` or ``"launch"``; empty if there is none."""
         return "" if not self.roofline or not self.roofline.seconds else max(zip(self.roofline, Roofline._fields, strict=True))[1]
 
+    @cached_property
+    def place(self) -> tuple[float, float]:
+        """FLOPs of all its arithmetic for each byte, and the FLOP/s that the bound allows."""
+        flops = sum(self.products.values()) + self.flops
+        return flops / self.num_bytes if self.num_bytes else 0.0, flops / (self.least_seconds or 1.0)
+
+    @property
+    def what(self) -> str:
+        """What it does, whatever its stage: ``forward``; the first backward of a step, which begins sums, is a backward."""
+        name = self.name.replace(f"stage_{self.stage}", "").strip("_").replace("__", "_").removesuffix("_first")
+        return name.replace("forward_backward", "forward + backward").replace("_", " ") or self.name
+
     def to_dict(self) -> dict[str, object]:
         """All numbers, for JSON."""
         derived = ("num_kernels", "exact", "products", "written_by", "flops", "bytes_read", "bytes_written", "least_seconds")
@@ -254,14 +253,8 @@ class ProgramTable(_Summed, Sequence[ProgramRow]):
     def of(self, kind: str | None = None, *, stage: int | None = None, rank: int | None = None) -> "ProgramTable":
         """The programs of one kind of action, of one stage, or of one rank, whose sums are then theirs alone.
 
-        Args:
-            kind: ``"F"``, ``"B"``, ``"I"`` or ``"W"``, or a ``Kind``. B is I then W, so ``"B"`` has these too. A program that is
-                forward and backward at once is of both kinds, with all that it runs.
-            stage: by number.
-            rank: by number.
-
-        Returns:
-            programs, as here; none if a step has none of these.
+        A kind is ``"F"``, ``"B"``, ``"I"`` or ``"W"``, or a ``Kind``. B is I then W, so ``"B"`` has these too. A program that is
+        forward and backward at once is of both kinds, with all that it runs.
 
         Raises:
             ArgumentError: there is no such kind.
@@ -374,29 +367,21 @@ class ProgramTable(_Summed, Sequence[ProgramRow]):
     def _repr_html_(self) -> str:
         return html_table(self._cells()) + html_remarks(self.remarks()) if self.rows else "<p>no programs</p>"
 
-    def figure(self, width: float | None = None) -> Figure:
+    def figure(self, width: float | None = None) -> canvas.Figure:
         """The roofline as a matplotlib ``Figure``: FLOPs for each byte against the FLOP/s that the bound allows, both logarithmic.
 
         The line that rises is the bandwidth of the memory, the level ones are the peaks of the types. Each program is a dot whose
-        area is its part of the step's bound; a dot far below the roof is a program whose kernels differ, or are short.
-
-        Args:
-            width: of the figure in inches, of which a page shows 96 pixels each; 7.5 unless given.
+        area is its part of the step's bound; a dot far below the roof is a program whose kernels differ, or are short. ``width`` is
+        in inches, of which a page shows 96 pixels each; 7.5 unless given. Needs matplotlib.
 
         Raises:
             ArgumentError: jaxpp does not have the numbers of the device, so there is no roof.
-            ImportError: without matplotlib, saying how to install it.
         """
         if self.target is None:
             devices = ", ".join(self._devices) or "no programs"
             rule = "a roof is made of the peaks and the bandwidth of a GPU, and jaxpp has them of the GPUs in its table alone"
             raise ArgumentError("programs.figure()", rule, devices, 'plan for a GPU, with devices=jaxpp.target("h100", 4)')
-        dots = []
-        for row in self:
-            if row.least_seconds:
-                flops = sum(row.products.values()) + row.flops
-                dots.append(Dot(row.name, row.stage, row.kinds, flops, row.num_bytes, row.least_seconds, row.runs))
-        return roofline_figure(dots, list(self.products), self.target, width)
+        return roofline_figure(self, list(self.products), self.target, width)
 
 
 def programs_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose) -> ProgramTable:
@@ -658,81 +643,50 @@ _LEAST, _MOVES = 0.005, 1 / 64
 _NEAR = 1.3  # how much farther along an axis a dot may lie that shares a number
 
 
-class Dot(NamedTuple):
-    """A program in the figure; numbers are those of one run."""
-
-    name: str
-    stage: int
-    kinds: tuple[Kind, ...]
-    flops: int
-    num_bytes: int
-    seconds: float  # its bound
-    runs: int
-
-    @property
-    def place(self) -> tuple[float, float]:
-        """FLOPs for each byte, and the FLOP/s that the bound allows."""
-        return self.flops / self.num_bytes, self.flops / self.seconds
-
-    @property
-    def what(self) -> str:
-        """What it does, whatever its stage: ``forward``; the first backward of a step, which begins sums, is a backward."""
-        name = self.name.replace(f"stage_{self.stage}", "").strip("_").replace("__", "_").removesuffix("_first")
-        return name.replace("forward_backward", "forward + backward").replace("_", " ") or self.name
-
-
-def roofline_figure(dots: Sequence[Dot], kinds: Sequence[str], target: GPU, width: float | None = None) -> Figure:
+def roofline_figure(rows: Sequence[ProgramRow], kinds: Sequence[str], target: GPU, width: float | None = None) -> canvas.Figure:
     """The roof of a target for the types of products, and a dot for each program that computes anything.
 
     Both axes are logarithmic: FLOPs for each byte, and FLOP/s. Dots have numbers, and below the axes stands what they are,
     and the peaks of the roof. Dots of the same program of several stages that lie on one another share a number.
     """
     width = width or _WIDTH
-    whole = sum(dot.runs * dot.seconds for dot in dots) or 1.0
-    drawn = [dot for dot in dots if dot.flops > _MOVES * dot.num_bytes > 0 and dot.runs * dot.seconds >= _LEAST * whole]
-    peaks = _peaks(kinds, target)
-    panel = Panel(1, max(_LOW, _HEIGHT * width), 1)
-    figure = new_figure((width, 2 + panel.height), "constrained")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
-    says = "area: part of the step's bound"
-    draw_key(figure, _key(drawn), f"What the programs of a step reach at most on {target.kind} ({says})")
-    axes = figure.subplots()
+    bounds = sorted(((row.runs * row.least_seconds, row) for row in rows if row.least_seconds), key=lambda pair: -pair[0])
+    whole = sum(bound for bound, _ in bounds) or 1.0
+    sized = [(math.sqrt(bound / whole), row) for bound, row in bounds if row.place[0] > _MOVES and bound >= _LEAST * whole]
+    drawn = [row for _, row in sized]
+    peaks, groups = _peaks(kinds, target), _groups(drawn)
+    panel = canvas.Panel(1, max(_LOW, _HEIGHT * width), 1)
+    heading = f"What the programs of a step reach at most on {target.kind} (area: part of the step's bound)"
+    beside = _across(len(bounds) - len(drawn), groups, peaks, width)
+    figure, axes = canvas.chart((width, 2 + panel.height), heading, _key(drawn), beside, "FLOP/s at most")
     across, up = _extents(drawn, peaks, target)
-    axes.set(xscale="log", yscale="log", xlim=across, ylim=up, facecolor="none")
-    sizes = [max(_SMALLEST, _LARGEST * math.sqrt(dot.runs * dot.seconds / whole)) for dot in drawn]
-    groups = _groups(drawn, sizes)
-    axes.set_xlabel(_across(len(dots) - len(drawn), groups, peaks, width), size=9, color=INK)
-    axes.set_ylabel("FLOP/s at most", size=9, color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(which="both", labelsize=8, labelcolor=INK, color=shade(0.6))
-    axes.grid(color=shade(0), linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.set(xscale="log", yscale="log", xlim=across, ylim=up)
     _draw_roof(axes, peaks, target, across)
-    for dot, size in sorted(zip(drawn, sizes, strict=True), key=lambda pair: -pair[1]):
-        place = [[part] for part in dot.place]
-        axes.scatter(*place, s=size**2, color=_colour(dot), edgecolors="white", linewidths=0.8, alpha=0.9, zorder=3, label=dot.name)
-    fit_page(figure, [axes], [panel])
-    number_points(axes, [group[0].place for group in groups])
+    for size, row in sized:
+        style = {"edgecolors": "white", "linewidths": 0.8, "alpha": 0.9, "zorder": 3, "label": row.name}
+        axes.scatter(*([part] for part in row.place), s=max(_SMALLEST, _LARGEST * size) ** 2, color=_colour(row), **style)
+    canvas.fit_page(figure, [axes], [panel])
+    canvas.number_points(axes, [group[0].place for group in groups])
     return figure
 
 
-def _key(drawn: Sequence[Dot]) -> list[Entry]:
-    found = {_word(dot): _colour(dot) for dot in drawn}
-    order = [*WORDS.values(), "F and B in one", "rest of a step"]
+def _key(drawn: Sequence[ProgramRow]) -> list[canvas.Entry]:
+    found = {_word(row): _colour(row) for row in drawn}
+    order = [*canvas.WORDS.values(), "F and B in one", "rest of a step"]
     return sorted(found.items(), key=lambda entry: order.index(entry[0]))
 
 
-def _word(dot: Dot) -> str:
-    return "rest of a step" if not dot.kinds else WORDS[dot.kinds[0]] if len(dot.kinds) == 1 else "F and B in one"
+def _word(row: ProgramRow) -> str:
+    return "rest of a step" if not row.kinds else canvas.WORDS[row.kinds[0]] if len(row.kinds) == 1 else "F and B in one"
 
 
-def _colour(dot: Dot) -> str:
-    return _REST if not dot.kinds else colour_of(dot.kinds[0], 0, 0) if len(dot.kinds) == 1 else _BOTH
+def _colour(row: ProgramRow) -> str:
+    return _REST if not row.kinds else canvas.colour_of(row.kinds[0], 0, 0) if len(row.kinds) == 1 else _BOTH
 
 
-def _across(left_out: int, groups: Sequence[Sequence[Dot]], peaks: Sequence[tuple[float, str]], width: float) -> str:
+def _across(left_out: int, groups: Sequence[Sequence[ProgramRow]], peaks: Sequence[tuple[float, str]], width: float) -> str:
     """The label of the lower axis, and what the numbers and the levels of the roof are."""
-    names = [f"{k} {group[0].what} {_ranges(sorted({dot.stage for dot in group}))}" for k, group in enumerate(groups, 1)]
+    names = [f"{k} {group[0].what} {_ranges(sorted({row.stage for row in group}))}" for k, group in enumerate(groups, 1)]
     said = ["; ".join(names), f"roof, from the top: {'; '.join(words for _, words in peaks)}"]
     if left_out:
         programs = f"{left_out} program{'s' * (left_out > 1)}"
@@ -751,12 +705,12 @@ def _peaks(kinds: Sequence[str], target: GPU) -> list[tuple[float, str]]:
 
 
 def _extents(
-    drawn: Sequence[Dot], peaks: Sequence[tuple[float, str]], target: GPU
+    drawn: Sequence[ProgramRow], peaks: Sequence[tuple[float, str]], target: GPU
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """What holds all dots and the corners of the roof."""
     ridges = [peak / target.bandwidth for peak, _ in peaks]
-    xs = [*(dot.place[0] for dot in drawn), min(ridges), 40 * max(ridges)]
-    ys = [*(dot.place[1] for dot in drawn), peaks[-1][0] / 4, 2 * peaks[0][0]]
+    xs = [*(row.place[0] for row in drawn), min(ridges), 40 * max(ridges)]
+    ys = [*(row.place[1] for row in drawn), peaks[-1][0] / 4, 2 * peaks[0][0]]
     return _room(xs), _room(ys)
 
 
@@ -765,12 +719,12 @@ def _room(values: Sequence[float]) -> tuple[float, float]:
     return min(values) / 2, max(values) * 1.25
 
 
-def _draw_roof(axes: Axes, peaks: Sequence[tuple[float, str]], target: GPU, across: tuple[float, float]) -> None:
+def _draw_roof(axes: canvas.Axes, peaks: Sequence[tuple[float, str]], target: GPU, across: tuple[float, float]) -> None:
     left, right = across
     highest = peaks[0][0] / target.bandwidth
-    axes.plot([left, highest], [left * target.bandwidth, peaks[0][0]], color=INK, linewidth=1.5, label="memory", zorder=2)
+    axes.plot([left, highest], [left * target.bandwidth, peaks[0][0]], color=canvas.INK, linewidth=1.5, label="memory", zorder=2)
     for number, (peak, words) in enumerate(peaks):
-        style = {"color": INK if number == 0 else shade(0.9), "linewidth": 1.5 if number == 0 else 0.9, "zorder": 2}
+        style = {"color": canvas.INK if number == 0 else canvas.shade(0.9), "linewidth": 1.5 if number == 0 else 0.9, "zorder": 2}
         axes.plot([peak / target.bandwidth, right], [peak, peak], label=words, **style)
 
 
@@ -780,14 +734,14 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _groups(drawn: Sequence[Dot], sizes: Sequence[float]) -> list[list[Dot]]:
-    """The dots that share a number, the largest first: of the same program, and near one another."""
-    groups: list[list[Dot]] = []
-    for _, dot in sorted(zip(sizes, drawn, strict=True), key=lambda pair: -pair[0]):
-        same = (group for group in groups if group[0].what == dot.what)
-        near = (group for group in same if all(1 / _NEAR < a / b < _NEAR for a, b in zip(group[0].place, dot.place, strict=True)))
+def _groups(drawn: Sequence[ProgramRow]) -> list[list[ProgramRow]]:
+    """Those whose dots share a number: of the same program, and near one another."""
+    groups: list[list[ProgramRow]] = []
+    for row in drawn:
+        same = (group for group in groups if group[0].what == row.what)
+        near = (group for group in same if all(1 / _NEAR < a / b < _NEAR for a, b in zip(group[0].place, row.place, strict=True)))
         if (found := next(near, None)) is None:
-            groups.append([dot])
+            groups.append([row])
         else:
-            found.append(dot)
+            found.append(row)
     return groups

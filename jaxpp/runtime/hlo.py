@@ -224,10 +224,7 @@ def read_kernels(hlo_text: str) -> tuple[Kernel, ...]:
     for an algorithm. Convolutions count what is padded or dilated as if it were multiplied. Attention by cuDNN counts no score that
     a causal mask or a window hides, and all that padding hides. Arithmetic counts as none where it is not known: of sorting, of
     Fourier transforms, of what a library fuses to a product, and of other custom calls. The workspace of a library is not memory
-    that is written. A sort reads and writes once.
-
-    Args:
-        hlo_text: ``compiled.as_text()``. A text without ENTRY has no kernels.
+    that is written. A sort reads and writes once. A text without ENTRY has no kernels.
     """
     computations, entry = parse_hlo(hlo_text)
     return tuple(_kernels(computations, entry, num_devices_of(hlo_text) or 1)) if entry else ()

@@ -444,11 +444,7 @@ def num_places(devices: Sequence[Device] | None, mesh: object, data_parallel: ob
 
 
 def mesh_of_ranks(mesh: Mesh, num_ranks: int, axes: AxisMap) -> Mesh:
-    """The part of a mesh that has the first ranks.
-
-    Raises:
-        ArgumentError: ranks lie along several axes, so that no part has some of them.
-    """
+    """The part of a mesh that has the first ranks; an ``ArgumentError`` if ranks lie along several axes: no part has some then."""
     names = [name for name in axes[PIPE] if mesh.shape.get(name, 1) > 1]
     if num_ranks == math.prod(mesh.shape[name] for name in names):
         return mesh

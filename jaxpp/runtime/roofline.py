@@ -67,8 +67,7 @@ class Roofline(NamedTuple):
 
 def kernel_roofline(kernel: Kernel, target: GPU, devices: Sequence[Device] = ()) -> Roofline:
     """What all runs of a kernel take at least, on these devices of a mesh; it counts where its limit is."""
-    products = sum(flops / peak_of(target.peaks, kind) for kind, flops in kernel.products.items())
-    arithmetic = products + kernel.flops / target.peaks.vector
+    arithmetic = peaks_of(kernel.products, target) + kernel.flops / target.peaks.vector
     together = collective_seconds(kernel, target, [device.process_index for device in devices])
     moved = max((kernel.bytes_read + kernel.bytes_written) / target.bandwidth, kernel.host_bytes / target.links.host, together)
     most = max(arithmetic, moved, LAUNCH)

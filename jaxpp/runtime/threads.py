@@ -130,7 +130,7 @@ class _Handover:
                 queues[lane].put(partial(self._lane, items))
             while self._left:
                 self._news.get()
-                if self._is_asked:
+                if self._asked and not self._granted and not self._stopped:
                     if hold is not None:
                         hold()
                     self._granted = True
@@ -151,10 +151,6 @@ class _Handover:
                 raise error
             finally:
                 del error  # its traceback has this frame: the two would hold one another, and what the frames hold
-
-    @property
-    def _is_asked(self) -> bool:
-        return self._asked and not self._granted and not self._stopped
 
     def _put_back(self) -> None:
         """Note of each run what is left to be handed over."""

@@ -91,6 +91,15 @@ class Schedule(Drawn):
         return all(action.kind == Kind.F for row in self.rows for action in row)
 
     @cached_property
+    def out_of_order(self) -> Mapping[int, tuple[int, ...]]:
+        """The stages that do not run their forwards in the order of the microbatches, and the order in which they do."""
+        found: dict[int, tuple[int, ...]] = {}
+        for stage, kind, microbatch in itertools.chain.from_iterable(self.rows):
+            if kind == Kind.F:
+                found[stage] = (*found.get(stage, ()), microbatch)
+        return {stage: order for stage, order in sorted(found.items()) if list(order) != sorted(order)}
+
+    @cached_property
     def starts(self) -> Mapping[Action, Number]:
         """When each action starts on the unit clock, in slots."""
         flat = itertools.chain.from_iterable

@@ -31,13 +31,8 @@ def dependencies(action: Action, num_stages: int, present: frozenset[Action], nu
     """What must be done before an action may start: what the mathematics needs, no more.
 
     F(s, i) needs F(s - 1, i); B(s, i) and I(s, i) need F(s, i) and the cotangent of B(s + 1, i) or I(s + 1, i); W(s, i) needs
-    I(s, i). In a ring with g groups and S stages, F(0, i) also needs the token that F(S - 1, i - g) makes.
-
-    Args:
-        action: an action of a schedule.
-        num_stages: how many stages the schedule has.
-        present: all actions of the schedule; they tell whether a stage runs B or I.
-        num_groups: the groups of a ring, or which pass makes the token that each pass awaits.
+    I(s, i). In a ring with g groups and S stages, F(0, i) also needs the token that F(S - 1, i - g) makes. ``present`` are all
+    actions of the schedule; they tell whether a stage runs B or I.
 
     Example:
         >>> rows = frozenset({Action(0, Kind.F, 0), Action(1, Kind.F, 0), Action(1, Kind.B, 0), Action(0, Kind.B, 0)})

@@ -443,11 +443,7 @@ def _check_allowed(where: str, name: str, num_ranks: int, num_microbatches: int,
 
 
 def with_microbatches(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """A schedule that was made by its name, for another number of microbatches.
-
-    Raises:
-        ScheduleError: its rows are others than those of that name, or there is no such schedule of so many microbatches.
-    """
+    """A schedule that was made by its name, for another number of microbatches; a ``ScheduleError`` if its rows are others."""
     ranks, v = schedule.num_ranks, schedule.num_stages // schedule.num_ranks
     if schedule.name not in SCHEDULES or make(schedule.name, ranks, schedule.num_microbatches, v) != schedule:
         rule = "rows that were written for one number of microbatches say nothing of another"

@@ -399,7 +399,8 @@ class Bank:
         where = f"with bank.use({task.name!r})"
         (leaves, tree), (moments, opt_tree) = jax.tree.flatten(task.params), jax.tree.flatten(task.opt_state)
         leaves += moments
-        fits = (tree, opt_tree) == (layout.params, layout.opt_state) and all(map(_is_of, leaves, layout.shapes))
+        known = ((leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else None for leaf in leaves)
+        fits = (tree, opt_tree) == layout[:2] and all(a == (b.shape, b.dtype) for a, b in zip(known, layout.shapes, strict=True))
         if not fits and (wrong := layout.differences(task.params, task.opt_state)):  # which takes longer, as it names them
             fix = "assign the trees that the step returned for this task; the set stays as it was"
             raise BankError(where, "a set keeps its trees, shapes and dtypes", wrong, fix)
@@ -475,10 +476,6 @@ def _rebuilt(way: Sequence[tuple[Any, Hashable]], node: Tree) -> Tree:
 def _strong(leaf: Array) -> Array:
     """Without JAX's weak type, which is not part of a set's shapes and would make a step compile again."""
     return jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
-
-
-def _is_of(leaf: Leaf, aval: jax.ShapeDtypeStruct) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.shape == aval.shape and leaf.dtype == aval.dtype
 
 
 def _with_bar(what: str, by_name: Mapping[Any, Tree]) -> tqdm:

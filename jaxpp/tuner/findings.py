@@ -11,17 +11,7 @@ from typing import NamedTuple
 
 from jaxpp.observe.evaluate import Parts, alone, parts
 from jaxpp.runtime.roofline import SPREAD
-from jaxpp.schedule.draw.canvas import (
-    INK,
-    Axes,
-    Entry,
-    Figure,
-    draw_key,
-    group_colour,
-    matplotlib_module,
-    new_figure,
-    number_points,
-)
+from jaxpp.schedule.draw.canvas import INK, Axes, Entry, Figure, chart, group_colour, matplotlib_module, number_points
 from jaxpp.schedule.registry import AUTO, SCHEDULES
 from jaxpp.tables import bytes_in_words, time_in_words, unit_of_bytes
 from jaxpp.tuner.search import KNOBS, Candidate, Knob, Row, SearchResult
@@ -208,26 +198,21 @@ def tuning_figure(rows: Sequence[Row], best: Row, hbm: int | None, width: float 
     ran = [point for point in points.values() if point.row.measured is not None and point not in line]
     across = [point.x for point in points.values()]
     near = hbm is not None and min(across) / 2 < hbm / scale < 2 * max(across)  # else hbm is not drawn
-    figure = new_figure((width or _WIDTH, _TALL), "constrained")
     heading = f"{len(known)} candidates: the time of a step against the memory of the fullest device"
-    figure.get_layout_engine().set(w_pad=0.2, h_pad=0.06)
-    axes = figure.subplots()
-    axes.set(xscale="log", yscale="log", facecolor="none")
+    words = f"peak of the fullest device, {unit}", f"a step, {'s' if slow else 'ms'}"
+    figure, axes = chart((width or _WIDTH, _TALL), heading, _key(known, hbm, inside=near), *words)
+    figure.get_layout_engine().set(w_pad=0.2)
+    axes.set(xscale="log", yscale="log")
     _scale(axes.xaxis, across + [hbm / scale] * near if hbm else across)
     _scale(axes.yaxis, [place for point in points.values() for place in (point.y, point.ran)])
-    axes.tick_params(length=3, labelsize=8, labelcolor=INK, color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
     if hbm is not None and near:
         axes.axvline(hbm / scale, color=INK, linewidth=0.9, linestyle="dashed", label="hbm")
     _draw(axes, list(points.values()), line)
     chosen = points.get(best.candidate)
     if chosen is not None:
         axes.scatter([chosen.x], [chosen.y], s=4 * _DOT, facecolors="none", edgecolors=INK, linewidths=1.2, label="the choice")
-    words = [*_listing("frontier: schedule, microbatches", line, best, 1), *_listing("ran as well", ran, best, 1 + len(line))]
-    axes.text(1.02, 1, "\n".join(words[:_MOST_LISTED]), transform=axes.transAxes, va="top", size=8, color=INK, linespacing=1.6)
-    axes.set_xlabel(f"peak of the fullest device, {unit}", size=9, color=INK)
-    axes.set_ylabel(f"a step, {'s' if slow else 'ms'}", size=9, color=INK)
-    draw_key(figure, _key(known, hbm, inside=near), heading)
+    listed = [*_listing("frontier: schedule, microbatches", line, best, 1), *_listing("ran as well", ran, best, 1 + len(line))]
+    axes.text(1.02, 1, "\n".join(listed[:_MOST_LISTED]), transform=axes.transAxes, va="top", size=8, color=INK, linespacing=1.6)
     for _ in range(2):  # the list beside the axes takes of their width
         figure.draw_without_rendering()
     figure.set_layout_engine("none")

@@ -18,7 +18,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,8 +53,6 @@ from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.registry import SCHEDULES, make
-from jaxpp.schedule.simulate import is_cost
-from jaxpp.schedule.validate import is_count
 from jaxpp.stages.cost import coarsest_dtype, count_bytes
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.estimate import rates_of
@@ -65,7 +63,7 @@ from jaxpp.tables import bytes_in_words
 from jaxpp.targets import compiles_only
 from jaxpp.tasks.bank import Bank
 from jaxpp.tuner.search import KNOBS, Candidate, Family
-from jaxpp.types import Array, Batch, Device, Key, LossFn, Params, Tree
+from jaxpp.types import Array, Batch, Device, Key, LossFn, Tree
 
 _MEASURED = 2.5  # seconds for the steps of a family, beside those that are looked at; twice for the first, which tells the pace
 _TIMED = 2.0  # seconds for the steps of a candidate, in all rounds
@@ -75,9 +73,7 @@ _LEAST = 6  # steps that are timed, however long they take; half as many in a ro
 _LOOKS = 3  # steps of each kind that are looked at
 _HALVINGS = 30
 _MOST = 4.0  # how much longer actions may take in a step than alone, or less long
-_KIND = "jaxpp tune 8"  # what a file of results says of itself; another number for other contents
-
-_Check = Callable[[object], bool]  # whether something in a file of results can be a result
+_KIND = "jaxpp tune 9"  # what a file of results says of itself; another number for other contents
 
 
 class Devices:
@@ -112,8 +108,12 @@ class Devices:
             has_state = bool(self._options.get("has_state"))
             loss_fn = join_losses(positional_key(loss_fn, 3 + has_state))
             optimizer = join_optimizers(optimizer, bank.optimizer)
-            join = partial(_with_set, bank.params(bank.tasks[0]), has_state)
-            init_or_params = _behind(init_or_params, join) if self._makes else join(init_or_params)
+            own, init = bank.params(bank.tasks[0]), init_or_params
+
+            def join(made: Tree) -> Tree:
+                return (Joint(made[0], own), *made[1:]) if has_state else Joint(made, own)
+
+            init_or_params = (lambda key: join(init(key))) if self._makes else join(init)
         self._loss_fn, self._optimizer, self._made, self._batch = loss_fn, optimizer, init_or_params, batch
         self._key = jax.random.key(0) if key is None else key
         self._mesh, self._axes = mesh, axis_map(self._options.get("axes"), mesh)
@@ -136,8 +136,8 @@ class Devices:
             "cores": str(os.cpu_count()),
             "waiting": str(self._num_waiting),
         }
-        name = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:32]
-        self._results = _Results(keep, f"{name}.json", several=len(processes_of(self._devices)) > 1)
+        name = f"{_digest(json.dumps(texts, sort_keys=True))}.json"
+        self._results = _Results(keep, name, several=len(processes_of(self._devices)) > 1)
 
     @property
     def _devices(self) -> tuple[Device, ...]:
@@ -163,8 +163,7 @@ class Devices:
         if not self._compiles:
             return self._measured(family)
         name = " ".join(f"{name}={value}" for name, value in family._asdict().items())
-        are_right = partial(_are_costs, num_stages=family.num_stages)
-        found = self._results.known("costs", name, lambda: dataclasses.asdict(self._measured(family)), are_right)
+        found = self._results.known("costs", name, lambda: dataclasses.asdict(self._measured(family)))
         values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
         for table in ("actions", "dispatch"):
             values[table] = {Kind(kind): tuple(own) for kind, own in values[table].items()}
@@ -172,11 +171,7 @@ class Devices:
 
     def peaks(self, candidate: Candidate) -> tuple[int, ...]:
         """The bytes that each device holds at its peak, of each rank in order."""
-        ranks = candidate.schedule.num_ranks
-        are_right = partial(_are_numbers, counts=(ranks,))
-        return tuple(
-            self._result("peaks", [candidate], lambda: self._peaks_of(self._steps(candidate), candidate.family), are_right)
-        )
+        return tuple(self._result("peaks", [candidate], lambda: self._peaks_of(self._steps(candidate), candidate.family)))
 
     def arithmetic(self, family: Family) -> tuple[float, float]:
         """FLOPs of a microbatch, without what is run again; and FLOP/s of a device at the peak of the type that they are of."""
@@ -222,17 +217,14 @@ class Devices:
                     steps.leaves = None
             return seconds
 
-        def are_right(found: object) -> bool:
-            return isinstance(found, list) and len(found) == len(candidates) and all(map(_are_seconds, found))
+        return [tuple(taken) for taken in self._result("steps", candidates, run)]
 
-        return [tuple(taken) for taken in self._result("steps", candidates, run, are_right)]
-
-    def _result(self, kind: str, candidates: Sequence[Candidate], ask: Callable[[], Any], are_right: _Check) -> Any:
+    def _result(self, kind: str, candidates: Sequence[Candidate], ask: Callable[[], Any]) -> Any:
         names: list[str] = []
         for candidate in candidates:
-            rows = hashlib.sha256(candidate.schedule.to_csv().encode()).hexdigest()[:32]
+            rows = _digest(candidate.schedule.to_csv())
             names.append(" ".join([*(f"{knob.name}={knob.value(candidate)}" for knob in KNOBS), f"cuts={candidate.cuts}", rows]))
-        return self._results.known(kind, ", ".join(names), ask, are_right)
+        return self._results.known(kind, ", ".join(names), ask)
 
     def _options_of(self, candidate: Candidate) -> Options:
         given = {**candidate.options, "schedule": candidate.schedule, **self._options}
@@ -354,7 +346,7 @@ class Devices:
         return dataclasses.replace(bound.likely, offload=tuple(copy_times(steps.cut, steps.engine.placement.places)[0]))
 
     def _open_reference(self) -> None:
-        reference = self._results.get("reference", "of the pace", _is_reference)
+        reference = self._results.get("reference", "of the pace")
         if reference is not None and self._pace.reference is None:
             family, seconds = Family(*reference[0]), reference[1]
             self._pace = _Pace(self._runnable(family._replace(cuts=tuple(family.cuts), homes=tuple(family.homes)))[0], seconds)
@@ -376,15 +368,6 @@ class Devices:
         rule = "programs are measured on the devices, which must have room for one microbatch at a time"
         got = f"{family.words}: {bytes_in_words(peak)}, and devices of {bytes_in_words(room)}"
         raise ArgumentError("jaxpp.tune(...)", rule, got, "allow more stages or microbatches, or a smaller batch")
-
-
-def _with_set(own: Params, has_state: bool, made: Tree) -> Tree:
-    """What init was given or made, with a set of a bank beside the parameters."""
-    return (Joint(made[0], own), *made[1:]) if has_state else Joint(made, own)
-
-
-def _behind(init: Callable[[Key], Tree], join: Callable[[Tree], Tree]) -> Callable[[Key], Tree]:
-    return lambda key: join(init(key))
 
 
 class _Steps(Steps):
@@ -542,72 +525,31 @@ def fitted(costs: StepCosts, candidate: Candidate, seconds: float, *, shared: bo
     return found if abs(predicted(found) / seconds - 1) < 0.01 else agreeing(found.stretched, 1 / _MOST, _MOST)
 
 
-def _are_numbers(found: object, counts: Sequence[int]) -> bool:
-    """Whether these are finite numbers of at least 0, and as many as one of the counts."""
-    return isinstance(found, list) and len(found) in counts and all(map(is_cost, found))
-
-
-def _are_seconds(found: object) -> bool:
-    """Whether these are times of steps."""
-    return isinstance(found, list) and _are_numbers(found, (len(found),)) and min(found, default=0) > 0
-
-
-def _are_costs(found: object, num_stages: int) -> bool:
-    """Whether this is what ``StepCosts`` of so many stages are in a file."""
-    if not isinstance(found, dict) or found.keys() != {field.name for field in dataclasses.fields(StepCosts)}:
-        return False
-    tables, one = [found["actions"], found["dispatch"]], ("before", "after_dispatch")
-    counts = 0, num_stages - 1, num_stages
-    right = [isinstance(table, dict) and table.keys() <= set(Kind) for table in tables]
-    right += [_are_numbers(own, (num_stages,)) for table in tables if isinstance(table, dict) for own in table.values()]
-    right += [_are_numbers([found[name]], (1,)) for name in one]
-    right += [_are_numbers(own, counts) for name, own in found.items() if name not in ("actions", "dispatch", "capacity", *one)]
-    most = found["capacity"]
-    return (
-        all(right)
-        and Kind.F in tables[0]
-        and any(map(any, tables[0].values()))
-        and (most == math.inf or is_cost(most))
-        and most > 0
-    )
-
-
-def _is_reference(found: object) -> bool:
-    """Whether this is a family, and the seconds of its step."""
-    match found:
-        case [[stages, microbatches, str(), str(), bool(), replicas, list() as cuts, list() as homes], seconds]:
-            several = (stages, microbatches, replicas), (*cuts, *homes)
-            counts = [is_count(each, least=least) for least, each_of in zip((1, 0), several, strict=True) for each in each_of]
-            return all(counts) and _are_seconds([seconds])
-    return False
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class _Results:
     """What was measured, by kind and name, in a file whose name is a digest of all that decides the results, so they hold.
 
-    A file that cannot be read is written anew, and what cannot be a result is measured anew: many may write to the folder. The
-    first of several processes reads and writes, and tells the others what it read.
+    A file that cannot be read, or that is not as it was written, is written anew: many may write to the folder. The first of
+    several processes reads and writes, and tells the others what it read.
     """
 
     def __init__(self, keep: bool | str | os.PathLike[str], name: str, *, several: bool):
         usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxpp" / "tune"
         folder = usual if isinstance(keep, bool) else Path(keep)
         self._path = folder / name if keep is not False and jax.process_index() == 0 else None
-        self._own = set[tuple[str, str]]()  # what was measured here
         self._found, self.remark = self._read()
         if several:
             self._found, self.remark = json.loads(texts_of_all(json.dumps([self._found, self.remark]))[0])
 
-    def get(self, kind: str, name: str, is_right: _Check) -> Any:
-        """A result; None if there is none, or something that cannot be one."""
-        value = self._found.get(kind, {}).get(name)
-        if value is None or (kind, name) in self._own or is_right(value):
-            return value
-        self.remark = f"in {self._path or 'the file of results'} is what cannot be a result ({kind}), which is measured anew"
-        return None
+    def get(self, kind: str, name: str) -> Any:
+        """A result; None if there is none."""
+        return self._found.get(kind, {}).get(name)
 
-    def known(self, kind: str, name: str, ask: Callable[[], Any], is_right: _Check) -> Any:
-        value = self.get(kind, name, is_right)
+    def known(self, kind: str, name: str, ask: Callable[[], Any]) -> Any:
+        value = self.get(kind, name)
         if value is None:
             value = ask()
             self.put(kind, name, value)
@@ -616,14 +558,13 @@ class _Results:
     def put(self, kind: str, name: str, value: Any) -> None:
         """Keep a result, as JSON has it. A file that cannot be written is a remark, and no error."""
         self._found.setdefault(kind, {})[name] = value
-        self._own.add((kind, name))
         if self._path is None:
             return
         half = self._path.with_suffix(f".{secrets.token_hex(8)}")  # the file is there whole, or as it was before
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with half.open("x", encoding="ascii") as file:  # a new one: what others put there, a link perhaps, is not written to
-                file.write(json.dumps({"kind": _KIND, "found": self._found}))
+                file.write(json.dumps({"kind": _KIND, "digest": _digest(json.dumps(self._found)), "found": self._found}))
             half.replace(self._path)
         except OSError as error:
             self.remark, self._path = f"results are not kept: {error}", None
@@ -637,8 +578,9 @@ class _Results:
         wrong = "it is no file of jaxpp.tune"
         try:
             said = json.loads(self._path.read_text("ascii"))
-            if said["kind"] == _KIND and all(isinstance(each, dict) for each in said["found"].values()):
+            if said["kind"] == _KIND and said["digest"] == _digest(json.dumps(said["found"])):
                 return said["found"], ""
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            wrong = "it was changed since it was written" if said["kind"] == _KIND else wrong
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             wrong = f"{type(error).__name__}: {error}"
         return {}, f"{self._path} is ignored, and will be written anew: {wrong}"

@@ -201,15 +201,8 @@ def _schedules(space: Space) -> Iterator[tuple[Schedule, int]]:
                 for count in space.num_microbatches or ((1,) if name == "naive" else usual):
                     with contextlib.suppress(ScheduleError):  # there is none of these sizes
                         schedule = make(name, ranks, count, v)
-                        if count <= num_examples and not (space.in_order and _is_mixed(schedule)):
+                        if count <= num_examples and not (space.in_order and schedule.out_of_order):
                             yield schedule, replicas
-
-
-def _is_mixed(schedule: Schedule) -> bool:
-    """Whether some stage runs its forwards in another order than that of the microbatches."""
-    forwards = [action for action in schedule.order if action.kind == Kind.F]
-    rows = [[action.microbatch for action in forwards if action.stage == stage] for stage in range(schedule.num_stages)]
-    return any(row != sorted(row) for row in rows)
 
 
 class Machine(Protocol):

@@ -16,8 +16,9 @@ from experiments.gpu.pipelines import ready
 from experiments.gpu.plan import case_of, summary
 from experiments.gpu.rows import Job
 from experiments.gpu.sizes import LARGE, SMALL
-from jaxpp.observe.bound import HostWork, Prediction, StepBound
+from jaxpp.observe.bound import HostWork, StepBound
 from jaxpp.observe.evaluate import parts
+from jaxpp.runtime.roofline import Prediction
 from jaxpp.schedule import make
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.costs import StepCosts

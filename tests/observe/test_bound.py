@@ -156,7 +156,7 @@ def test_a_prediction_has_a_range_that_begins_at_the_bound_or_above(monkeypatch)
         assert bound.lines().index(line) == 1
     assert small.predicted.seconds > 0.9 * small.host.likely, "whose host is likely to limit it"
     assert small.predicted.low < 0.5 * small.predicted.seconds, "where another host may be quicker"
-    assert large.predicted.low == pytest.approx(bounds.SPREAD[0] * large.predicted.seconds, rel=0.01)
+    assert large.predicted.low == pytest.approx(bounds.roofline.SPREAD[0] * large.predicted.seconds, rel=0.01)
     assert "waiting for the host" in small.lines()[1] and "waiting for the host" not in large.lines()[1]
 
 
@@ -182,7 +182,7 @@ def test_a_stage_with_whole_backwards_beside_one_that_splits_them_is_simulated_w
     actions = {Kind.F: (1.0, 1.0), Kind.B: (3.0, 0.0), Kind.I: (0.0, 1.0), Kind.W: (0.0, 1.0)}
     host = bounds.HostWork(10, 10, 1, 0.0, 0.0)
     made, costs = parts(mine, StepCosts(actions)), StepCosts(actions)
-    likely = bounds.Prediction(sum(made), sum(made), sum(made))
+    likely = bounds.roofline.Prediction(sum(made), sum(made), sum(made))
     bound = bounds.StepBound(mine, (H100, H100), made, costs, (), {}, 0.0, 2, host, likely, costs, made, 0.0)
     assert bound.simulation.busy == (8.0, 6.0)
     assert bound.simulation.makespan == bound.seconds

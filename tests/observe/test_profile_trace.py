@@ -292,6 +292,7 @@ def test_a_program_without_operations_is_found_by_its_device_and_its_count():
 def test_a_send_lies_between_what_makes_and_what_reads_its_value():
     stamps = [Stamp(5 + 0.01 * k, 5.005 + 0.01 * k, 6.0) for k in range(6)]
     (runs,) = matched(PLAN, runs_of(TIMES), 1)
+    runs = [run and Run(5 + run.start, 5 + run.end) for run in runs]  # on the clock of the stamps
     spans = traced_spans(PLAN, runs, stamps, [0.1, 0.03, 0.1, 0.2, 0.9, 0.2], SCHEDULE)
     assert [(s.rank, s.sends) for s in spans] == [(0, False), (1, True), (1, False), (1, False), (0, True), (0, False)]
     assert (spans[1].start, spans[1].end) == pytest.approx((0.1, 0.13)), "as long as alone"

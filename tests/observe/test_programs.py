@@ -12,7 +12,7 @@ import pytest
 
 import jaxpp
 from jaxpp.errors import ArgumentError
-from jaxpp.observe.programs import Dot, Kept, ProgramRow, ProgramTable, WeightCopy, roofline_figure
+from jaxpp.observe.programs import Kept, ProgramRow, ProgramTable, WeightCopy, roofline_figure
 from jaxpp.runtime.hlo import Kernel, read_kernels
 from jaxpp.runtime.roofline import Roofline, program_roofline
 from jaxpp.schedule.action import Kind
@@ -407,23 +407,25 @@ def test_float64_is_told_of(on_cpu):
 # --- the roofline ---
 
 
-def dots_of(stages, seconds=1e-3):
+def program(name, kinds, flops, num_bytes, seconds, runs, stage=0):
+    kernel = Kernel("fusion", "product", "Triton", 1, True, {"bfloat16": flops}, 0, num_bytes, 0, 0)
+    return ProgramRow(name, stage, 0, "H100:0", kinds, runs, (kernel,), roofline=Roofline(seconds, 0, 0))
+
+
+def rows_of(stages, seconds=1e-3):
     found = []
     for stage in range(stages):
-        forward = Dot(f"stage_{stage}_forward", stage, (Kind.F,), 10**11, 10**9, seconds, 8)
-        found += [
-            forward,
-            forward._replace(name=f"stage_{stage}_backward", kinds=(Kind.B,), flops=2 * 10**11, seconds=1.9 * seconds),
-        ]
-    update = Dot("stage_0_update", 0, (), 10**7, 4 * 10**7, seconds, 1)
-    return [*found, update, Dot("begin_stage_0", 0, (), 0, 10**8, seconds, 1)]
+        found.append(program(f"stage_{stage}_forward", (Kind.F,), 10**11, 10**9, seconds, 8, stage))
+        found.append(program(f"stage_{stage}_backward", (Kind.B,), 2 * 10**11, 10**9, 1.9 * seconds, 8, stage))
+    update = program("stage_0_update", (), 10**7, 4 * 10**7, seconds, 1)
+    return [*found, update, program("begin_stage_0", (), 0, 10**8, seconds, 1)]
 
 
 @pytest.mark.parametrize("width", [None, 4.5])
 @pytest.mark.parametrize("stages", [1, 4])
 def test_the_figure_has_the_roof_and_a_dot_for_each_program_where_its_numbers_are(width, stages):
-    dots = dots_of(stages)
-    figure = roofline_figure(dots, ["bfloat16", "tensorfloat32"], H100, width)
+    rows = rows_of(stages)
+    figure = roofline_figure(rows, ["bfloat16", "tensorfloat32"], H100, width)
     axes = figure.axes[0]
     assert axes.get_xscale() == axes.get_yscale() == "log"
     lines = {line.get_label(): line.get_xydata() for line in axes.lines}
@@ -431,9 +433,11 @@ def test_the_figure_has_the_roof_and_a_dot_for_each_program_where_its_numbers_ar
     for x, y in lines["memory"]:
         assert y == pytest.approx(x * H100.bandwidth)
     drawn = {each.get_label(): each for each in axes.collections}
-    assert set(drawn) == {dot.name for dot in dots if dot.flops}
-    for dot in (dot for dot in dots if dot.flops):
-        assert drawn[dot.name].get_offsets()[0].tolist() == pytest.approx([dot.flops / dot.num_bytes, dot.flops / dot.seconds])
+    flops = {row.name: row.products["bfloat16"] for row in rows}
+    assert set(drawn) == {name for name, number in flops.items() if number}
+    for row in (row for row in rows if flops[row.name]):
+        place = [flops[row.name] / row.num_bytes, flops[row.name] / row.least_seconds]
+        assert drawn[row.name].get_offsets()[0].tolist() == pytest.approx(place)
     areas = {name: each.get_sizes()[0] for name, each in drawn.items()}
     assert areas["stage_0_backward"] / areas["stage_0_forward"] == pytest.approx(1.9)
     assert "1 program with" in axes.get_xlabel()
@@ -442,7 +446,7 @@ def test_the_figure_has_the_roof_and_a_dot_for_each_program_where_its_numbers_ar
 
 
 def test_programs_that_lie_on_one_another_share_a_number_and_a_name_with_their_stages():
-    axes = roofline_figure(dots_of(4), ["bfloat16"], H100).axes[0]
+    axes = roofline_figure(rows_of(4), ["bfloat16"], H100).axes[0]
     assert [text.get_text() for text in axes.texts] == ["1", "2", "3"]
     assert "1 backward 0-3; 2 forward 0-3; 3 update 0" in axes.get_xlabel()
     assert "bfloat16  989.4 TFLOP/s" in axes.get_xlabel()

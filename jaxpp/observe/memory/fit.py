@@ -120,7 +120,7 @@ class _Search:
         if choice not in self.engines:
             platform = self.first.options.devices[0].platform
             remat = tuple(policy for way in choice for policy in policies_of(way, 1, platform) or ())
-            self.engines[choice] = self.first.with_remat(remat, _offload(choice))
+            self.engines[choice] = self.first.with_remat(remat, offload_of(choice, len(choice)))
         return self.engines[choice]
 
     def parameters(self) -> dict[Device, int]:
@@ -246,7 +246,7 @@ class _Search:
         if _BOTH in choice:
             pairs = zip(choice, costs.offload, self._copies_of_inputs, strict=True)
             costs = replace(costs, offload=tuple(inputs if way == _BOTH else kept for way, kept, inputs in pairs))
-        return step_seconds(self.schedule, costs, _offload(choice))
+        return step_seconds(self.schedule, costs, offload_of(choice, len(choice)))
 
     @cached_property
     def _copies_of_inputs(self) -> tuple[float, ...]:
@@ -307,7 +307,3 @@ class _Search:
 def _left(tried: Mapping[str, int]) -> list[str]:
     """What more of the state in host memory leaves, a line for each word."""
     return [f"{what} leaves at least {bytes_in_words(most)} on the device that holds most" for what, most in tried.items()]
-
-
-def _offload(choice: _Choice) -> tuple[int | None, ...]:
-    return offload_of(choice, len(choice))

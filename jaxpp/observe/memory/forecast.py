@@ -41,7 +41,7 @@ from jaxpp.runtime.processes.here import is_here
 from jaxpp.runtime.progress import progress
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.costs import StepCosts
-from jaxpp.schedule.draw.canvas import INK, Axes, Figure, Panel, draw_key, fit_page, group_colour, new_figure, shade
+from jaxpp.schedule.draw.canvas import INK, Axes, Figure, Panel, chart, fit_page, group_colour
 from jaxpp.schedule.forward import forward
 from jaxpp.schedule.offload import offloads
 from jaxpp.schedule.registry import SCHEDULES, make, make_for_stages
@@ -108,14 +108,11 @@ class Frontier:
     def figure(self, width: float | None = None) -> Figure:
         """Bytes of the fullest device against the time of a step, a dot for each way; ``width`` in inches. Needs matplotlib."""
         width = width or _WIDTH
-        figure = new_figure((width, 2 + _HEIGHT), "constrained")
-        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
-        draw_key(figure, [], "Memory of the fullest device and time of a step, by what stages keep (remat=)")
-        axes = figure.subplots()
         unit, scale = unit_of_bytes(max(way.peak for way in self.ways))
+        heading = "Memory of the fullest device and time of a step, by what stages keep (remat=)"
+        across, up = f"arrays of the fullest device at its peak, {unit}", 'time of a step / "least"'
+        figure, axes = chart((width, 2 + _HEIGHT), heading, [], across, up)
         _draw(axes, self.ways, scale)
-        axes.set_xlabel(f"arrays of the fullest device at its peak, {unit}", size=9, color=INK)
-        axes.set_ylabel('time of a step / "least"', size=9, color=INK)
         fit_page(figure, [axes], [Panel(1, _HEIGHT, 1)])
         return figure
 
@@ -628,12 +625,8 @@ _WIDTH, _HEIGHT = 6.5, 3.2  # inches of a figure, and of its axes
 
 def _draw(axes: Axes, ways: Sequence[Way], scale: float) -> None:
     highest = max(way.slowdown for way in ways)
-    axes.set(xlim=(0, 1.12 * max(way.peak for way in ways) / scale), facecolor="none")
+    axes.set(xlim=(0, 1.12 * max(way.peak for way in ways) / scale))
     axes.set_ylim(1 - 0.12 * max(highest - 1, 0.1), 1 + 1.2 * max(highest - 1, 0.1))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, labelcolor=INK, color=shade(0.6))
-    axes.grid(color=shade(0), linewidth=0.6)
-    axes.set_axisbelow(True)
     line = [way for way in ways if isinstance(way.remat, float) or way.remat == "least"]
     axes.plot([way.peak / scale for way in line], [way.slowdown for way in line], color=group_colour(0), linewidth=1.2, zorder=2)
     named: dict[tuple[float, float], list[str]] = {}

@@ -317,13 +317,8 @@ class Profile(Drawn):
         """The timeline as it was traced, that of each program alone, and the memory of each device, as one figure.
 
         The timelines have one scale of time, unless one is far shorter than the other, which a title says. A generation has a
-        colour for each group, paler where a prompt is taken in; lines below the rows are what arrives, tokens too.
-
-        Args:
-            width: of the figure in inches; as many as the bars need, up to 9.4, unless given.
-
-        Raises:
-            ImportError: without matplotlib, saying how to install it.
+        colour for each group, paler where a prompt is taken in; lines below the rows are what arrives, tokens too. ``width`` is in
+        inches; as many as the bars need, up to 9.4, unless given. Needs matplotlib.
         """
         return profile_figure(self.heading, self._timelines(), self.memory, self.schedule.stage_to_rank, width)
 

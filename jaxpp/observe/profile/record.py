@@ -439,7 +439,7 @@ def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
     if seen.missing:
         together, found = _watched(work, num_steps, all_processes, plan, seen.missing)
     else:
-        found = [traced_spans(plan, _from_zero(step), step.stamps, alone, schedule) for step in together]
+        found = [traced_spans(plan, step.runs, step.stamps, alone, schedule) for step in together]
     lengths = [step.ended - step.begun for step in together]
     cost = statistics.median(lengths) / statistics.median(step.ended - step.begun for step in plain)
     ledger = work.ledger()
@@ -487,11 +487,6 @@ def _seen(work: Work, num_steps: int) -> Seen:
         for (step, _), begun, each in zip(found, read.steps, runs, strict=True)
     ]
     return Seen((*plain, *alone, *traced), "", error)
-
-
-def _from_zero(step: SeenStep) -> list[Run | None]:
-    zero = beginning(step.stamps)
-    return [run and Run(run.start - zero, run.end - zero) for run in step.runs]
 
 
 @contextlib.contextmanager

@@ -102,13 +102,8 @@ def line_times(
 
     A line begins when its operands are there, what computes its stage (``owner``) has done the lines before it, and the host has
     handed it over. A send waits for its operand alone; a copy to host memory or back also for the link, one in each direction.
-    So whatever becomes a line is on the clock: updates, visits and steps in flow, of which a clock on actions has to be told.
-
-    Args:
-        plan: the lines.
-        durations: how long each takes.
-        owner: a number for what computes each stage: its rank, or its device.
-        handed: when the host has handed over each line; at once unless given.
+    So whatever becomes a line is on the clock: updates, visits and steps in flow, of which a clock on actions has to be told. What
+    computes a stage is its rank, or its device. Unless it is said when the host has ``handed`` over each line, it is so at once.
     """
     free: defaultdict[int, float] = defaultdict(float)
     links: defaultdict[tuple[int, MemoryCopy], float] = defaultdict(float)
@@ -140,6 +135,8 @@ def traced_spans(
 ) -> tuple[Span, ...]:
     """The instructions of a step as a trace has them; without ``stamps`` it is not known when the host handed them over.
 
+    Runs are on the clock of the stamps; without any, from the beginning of the step.
+
     A send is no program, nor is a copy to host memory or back: it begins when it was handed over and its source is there, and takes
     as long as alone, but no longer than until a program begins that reads what it brings.
     """
@@ -149,9 +146,9 @@ def traced_spans(
         del line
         run = runs[number]
         if run is not None:
-            return run
+            return run.start - zero, run.end - zero
         start = max(ready, stamps[number].begun - zero, stamps[number].asked - zero) if stamps else ready
-        reads = [found.start for k in readers[number] if (found := runs[k]) is not None]
+        reads = [found.start - zero for k in readers[number] if (found := runs[k]) is not None]
         return start, max(start, min([start + durations[number], *reads]))
 
     return _spans(plan, schedule, stamps, _times(plan, times_of))

@@ -56,12 +56,7 @@ class Runs(NamedTuple):
 
 
 def read_runs(folder: Path) -> Runs:
-    """The runs in the newest trace of a folder that was given to ``jax.profiler.trace``.
-
-    Raises:
-        FileNotFoundError: there is none.
-        DamagedTraceError: its file is not what the profiler has written.
-    """
+    """The runs in the newest trace of a folder of ``jax.profiler.trace``; an error if there is none, or it is damaged."""
     files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not files:
         raise FileNotFoundError(f"no trace (*.xplane.pb) in {folder}")

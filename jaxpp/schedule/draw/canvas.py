@@ -157,6 +157,22 @@ def page(heading: str, key: Sequence[Entry], panels: Sequence[Panel], width: flo
     return figure, axes
 
 
+def chart(inches: tuple[float, float], heading: str, key: Sequence[Entry], across: str, up: str) -> tuple[Figure, Axes]:
+    """A figure with a heading, a key, and axes that have a grid, and words along both."""
+    figure = new_figure(inches, "constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)
+    draw_key(figure, key, heading)
+    axes = figure.subplots()
+    axes.set_facecolor("none")
+    axes.set_xlabel(across, size=9, color=INK)
+    axes.set_ylabel(up, size=9, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(which="both", labelsize=8, labelcolor=INK, color=shade(0.6))
+    axes.grid(color=shade(0), linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
 def fit_page(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel]) -> None:
     """Let the page be as high as the panels need beside all that is written, and keep everything where it is then."""
     figure.draw_without_rendering()

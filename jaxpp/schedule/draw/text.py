@@ -89,13 +89,8 @@ class Drawn:
 
         Copies of residuals to host memory and back are lines at the lower edge of their rank's row. A ring has a colour for each
         group, and the numbers of its turns. The figure shows itself as the last line of a notebook's cell;
-        ``figure().savefig("timeline.png")`` writes a file. Numbers are left out where bars are too narrow for them.
-
-        Args:
-            width: of the figure in inches, of which a page shows 96 pixels each; as many as the bars need, up to 9.4, unless given.
-
-        Raises:
-            ImportError: without matplotlib, saying how to install it.
+        ``figure().savefig("timeline.png")`` writes a file. Numbers are left out where bars are too narrow for them. ``width`` is in
+        inches, of which a page shows 96 pixels each; as many as the bars need, up to 9.4, unless given. Needs matplotlib.
         """
         heading, _, stage_to_rank, bars, num_groups, copies = self.drawing()
         return timeline(Timeline("", bars, num_groups=num_groups, copies=copies), stage_to_rank, heading, width)

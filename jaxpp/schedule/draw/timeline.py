@@ -6,20 +6,6 @@ from typing import NamedTuple
 from jaxpp.schedule.action import Kind
 from jaxpp.schedule.clock import Bar, Number
 from jaxpp.schedule.draw import canvas
-from jaxpp.schedule.draw.canvas import (
-    IDLE,
-    INK,
-    WORDS,
-    Axes,
-    Entry,
-    Figure,
-    Look,
-    Panel,
-    colour_of,
-    draw_boxes,
-    group_colour,
-    inside,
-)
 
 _REST, _SENT, _OUT, _BACK = "#8C8C8C", "#D55E00", "#00684B", "#7AC2A8"  # what is no action, what arrives, copies to the host, back
 _UNEQUAL = 2  # how many times as long one timeline is as the other if they have scales of their own
@@ -52,7 +38,7 @@ class Timeline(NamedTuple):
         return max([bar.end for bar in self.bars] + [end for _, _, end in self.rest])
 
 
-def timeline(line: Timeline, stage_to_rank: Sequence[int], heading: str, width: float | None = None) -> Figure:
+def timeline(line: Timeline, stage_to_rank: Sequence[int], heading: str, width: float | None = None) -> canvas.Figure:
     """The bars in time, a row for each rank, as a matplotlib ``Figure``; ``width`` is in inches."""
     panel = room(stage_to_rank, line.end or 1)
     inches, points = canvas.page_width(panel.across / shortest(line.bars), width)
@@ -63,10 +49,10 @@ def timeline(line: Timeline, stage_to_rank: Sequence[int], heading: str, width: 
     return figure
 
 
-def room(stage_to_rank: Sequence[int], across: Number) -> Panel:
+def room(stage_to_rank: Sequence[int], across: Number) -> canvas.Panel:
     """The panel that a timeline needs."""
     num_ranks = max(stage_to_rank) + 1
-    return Panel(num_ranks, num_ranks * (0.42 if num_ranks <= 8 else max(0.2, min(0.32, 5.2 / num_ranks))), across)
+    return canvas.Panel(num_ranks, num_ranks * (0.42 if num_ranks <= 8 else max(0.2, min(0.32, 5.2 / num_ranks))), across)
 
 
 def shortest(bars: Sequence[Bar]) -> Number:
@@ -89,28 +75,28 @@ def scaled(title: str, across: Number, first: Number) -> str:
     return f"{title} (time stretched {ratio:.2g} times)" if ratio > 1 else f"{title} (time compressed {1 / ratio:.2g} times)"
 
 
-def timeline_key(timelines: Sequence[Timeline], stage_to_rank: Sequence[int]) -> list[Entry]:
+def timeline_key(timelines: Sequence[Timeline], stage_to_rank: Sequence[int]) -> list[canvas.Entry]:
     """What the colours of timelines mean."""
     kinds = [kind for kind in Kind if any(bar.action.kind == kind for line in timelines for bar in line.bars)]
     groups = timelines[0].num_groups
     if groups:
-        entries = [(f"group {group}", group_colour(group)) for group in range(min(groups, _MOST_NAMED))]
+        entries = [(f"group {group}", canvas.group_colour(group)) for group in range(min(groups, _MOST_NAMED))]
         entries += [(f"and {groups - _MOST_NAMED} more", "")] * (groups > _MOST_NAMED)
-        entries += [("paler: a prompt", group_colour(0, pale=True))] * any(line.prompts for line in timelines)
+        entries += [("paler: a prompt", canvas.group_colour(0, pale=True))] * any(line.prompts for line in timelines)
     else:
-        entries = [(WORDS[kind], colour_of(kind, 0, 1)) for kind in kinds]
+        entries = [(canvas.WORDS[kind], canvas.colour_of(kind, 0, 1)) for kind in kinds]
         several = len(stage_to_rank) > max(stage_to_rank) + 1
-        entries += [("later stage of its rank", colour_of(Kind.F, 1, 1))] * several
+        entries += [("later stage of its rank", canvas.colour_of(Kind.F, 1, 1))] * several
     rest = "begin, outputs" if kinds == [Kind.F] else "begin, sums, update"
     entries += [(rest, _REST)] * any(line.rest for line in timelines)
     entries += [("arrives", _SENT)] * any(line.sends for line in timelines)
     entries += [("to the host", _OUT), ("back", _BACK)] * any(line.copies for line in timelines)
-    return [*entries, ("idle", IDLE)]
+    return [*entries, ("idle", canvas.IDLE)]
 
 
 def looks(
     line: Timeline, stage_to_rank: Sequence[int], scale: float, tops: dict[tuple[int, Kind], float] | None = None
-) -> Iterator[Look]:
+) -> Iterator[canvas.Look]:
     """How each bar looks, in the row of its rank, or, if ``tops`` are given, of its stage and kind."""
     orders = [list(stage_to_rank[:stage]).count(rank) for stage, rank in enumerate(stage_to_rank)]
     for rank, (stage, kind, microbatch), start, end in line.bars:
@@ -118,23 +104,23 @@ def looks(
         if line.num_groups and tops is None:
             turn, group = divmod(microbatch, line.num_groups)
             prompt = microbatch in line.prompts
-            label, colour = f"group {group}" + ", prompt" * prompt, group_colour(group, pale=prompt)
-            yield Look(label, kind, colour, 0, str(turn), *place)
+            label, colour = f"group {group}" + ", prompt" * prompt, canvas.group_colour(group, pale=prompt)
+            yield canvas.Look(label, kind, colour, 0, str(turn), *place)
         else:
-            colour = colour_of(kind, orders[stage], max(orders), scale * float(end - start))
-            yield Look(f"{kind} {orders[stage]}", kind, colour, orders[stage], str(microbatch), *place)
+            colour = canvas.colour_of(kind, orders[stage], max(orders), scale * float(end - start))
+            yield canvas.Look(f"{kind} {orders[stage]}", kind, colour, orders[stage], str(microbatch), *place)
 
 
-def draw_timeline(axes: Axes, line: Timeline, stage_to_rank: Sequence[int], scale: float) -> list[Look]:
+def draw_timeline(axes: canvas.Axes, line: Timeline, stage_to_rank: Sequence[int], scale: float) -> list[canvas.Look]:
     """Draw a timeline, a unit of time ``scale`` points wide, with a title; returns its bars, for their numbers."""
     bars = list(looks(line, stage_to_rank, scale))
     canvas.draw_rows(axes, {str(rank): rank for rank in range(max(stage_to_rank) + 1)}, line.end or 1)
     canvas.draw_bars(axes, bars, scale)
     for back, label, colour, top in ((False, "copies to the host", _OUT, 0.74), (True, "copies back", _BACK, 0.84)):
         copies = [(copy.rank + top, 0.1, copy.start, copy.end) for copy in line.copies if copy.back == back]
-        draw_boxes(axes, copies, colour, label, scale)
-    draw_boxes(axes, [(*inside(rank), start, end) for rank, start, end in line.rest], _REST, "rest")
-    draw_boxes(axes, [(rank + 0.94, 0.1, start, end) for rank, start, end in line.sends], _SENT, "sends")
-    axes.set_ylabel("rank", size=9, color=INK)
-    axes.set_title(canvas.folded(line.title, axes), loc="left", size=9, weight="bold", color=INK)
+        canvas.draw_boxes(axes, copies, colour, label, scale)
+    canvas.draw_boxes(axes, [(*canvas.inside(rank), start, end) for rank, start, end in line.rest], _REST, "rest")
+    canvas.draw_boxes(axes, [(rank + 0.94, 0.1, start, end) for rank, start, end in line.sends], _SENT, "sends")
+    axes.set_ylabel("rank", size=9, color=canvas.INK)
+    axes.set_title(canvas.folded(line.title, axes), loc="left", size=9, weight="bold", color=canvas.INK)
     return bars

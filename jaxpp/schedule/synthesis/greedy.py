@@ -22,31 +22,16 @@ class Rule(NamedTuple):
     weights_first: bool = False  # whether W, which frees memory, goes first, and not only where the rank would be idle
 
 
-def _backward_first(kind: int, stage: int, microbatch: int) -> tuple[int, ...]:
-    return -kind, -stage, microbatch
-
-
-def _oldest_first(kind: int, stage: int, microbatch: int) -> tuple[int, ...]:
-    return microbatch, -kind, -stage
-
-
-def _forward_first(kind: int, stage: int, microbatch: int) -> tuple[int, ...]:
-    return kind, -stage, microbatch
-
-
-def _last_stage_first(kind: int, stage: int, microbatch: int) -> tuple[int, ...]:
-    return -stage, -kind, microbatch
-
-
 GREEDY_RULES = (
-    Rule(_last_stage_first),
-    Rule(_oldest_first),
-    Rule(_oldest_first, patience=0.5),
-    Rule(_forward_first, patience=0.5),
-    Rule(_backward_first, weights_first=True),
-    Rule(_forward_first, weights_first=True),
+    Rule(lambda kind, stage, microbatch: (-stage, -kind, microbatch)),
+    Rule(lambda kind, stage, microbatch: (microbatch, -kind, -stage)),
+    Rule(lambda kind, stage, microbatch: (microbatch, -kind, -stage), patience=0.5),
+    Rule(lambda kind, stage, microbatch: (kind, -stage, microbatch), patience=0.5),
+    Rule(lambda kind, stage, microbatch: (-kind, -stage, microbatch), weights_first=True),
+    Rule(lambda kind, stage, microbatch: (kind, -stage, microbatch), weights_first=True),
 )
-"""Together they begin within a part in a thousand of where all twelve of their kind do, on random costs."""
+"""They prefer the last stage, the oldest microbatch, forwards or backwards. Together they begin within a part in a thousand of
+where all twelve of their kind do, on random costs."""
 
 
 class _Offer(NamedTuple):
