@@ -15,6 +15,29 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+__all__ = [
+    "ArgumentError",
+    "BankError",
+    "BatchError",
+    "CutError",
+    "FitError",
+    "InitError",
+    "JaxppError",
+    "LossError",
+    "NonFiniteError",
+    "OptimizerError",
+    "OutputError",
+    "ParamsError",
+    "ProcessError",
+    "PullbackError",
+    "ScheduleError",
+    "StateError",
+    "VerifyError",
+    "is_count",
+    "shown",
+    "warn",
+]
+
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _MOST_LINES = 10  # violations that a message names; of the others it says how many there are
 _MOST_LETTERS = 80  # of a value that a message shows

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jaxpp.errors import ArgumentError, shown
 
+__all__ = ["spelt", "unknown_keywords", "wrong_call"]
+
+
 _ELSEWHERE = {
     "broadcast": "shared static_broadcasted_argnums replicated",
     "cuts": "split_points boundaries partition",

@@ -13,6 +13,8 @@ from dataclasses import replace
 from jaxpp.lowering.builder import GroupMean, Line, LineCall, LineList, LineListT, Name, here
 from jaxpp.stages.program import Role
 
+__all__ = ["donate", "let_go", "replaced"]
+
 
 def donate(lines: LineListT, gives: Collection[Name]) -> LineListT:
     """The lines with the buffers that each takes over; ``gives`` are the values that are given up."""
