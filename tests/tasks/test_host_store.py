@@ -1,5 +1,6 @@
 """Sets of arrays on the host, a few of them on the device: what is lent, kept, written back and undone."""
 
+import gc
 import weakref
 
 import jax
@@ -507,6 +508,7 @@ def test_what_was_prefetched_waits_as_it_came_and_is_taken_apart_where_it_is_fet
         return unpack(packing, arrays)
 
     monkeypatch.setattr(SetPacking, "unpack", counted)
+    gc.collect()  # of what tests before this have left
     before = len(jax.live_arrays())
     store.prefetch("a", homes)
     assert (len(jax.live_arrays()) - before, apart) == (1, [])
