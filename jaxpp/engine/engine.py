@@ -269,7 +269,7 @@ class Engine:
             flowing: what divides them for the next step to begin before they end.
         """
         placement, waiting = self.placement, self.options.waiting
-        hosts = [() if self.alone else tuple(processes_of([device]) for device in place.devices) for place in placement.places]
+        hosts = [tuple(() if self.alone else processes_of([one]) for one in place.devices) for place in placement.places]
         passes: list[tuple[object, Pass | None]] = [
             (offloaded, partial(offload, offloaded=offloaded, order=self.options.schedule.order)),
             (told and not self.alone, partial(report, placement=placement, told=told)),

@@ -887,7 +887,8 @@ def judged(case: Case) -> str:
             found = error
     plain = Plain(case, model, counts=not any("finds no count" in str(warning.message) for warning in told))
     wanted = plain.run()
-    if not np.isfinite([*wanted["losses"], *wanted["norms"]]).all():
+    proves_nothing = isinstance(found, VerifyError) and "NaN compared with NaN" in str(found)
+    if proves_nothing or not np.isfinite([*wanted["losses"], *wanted["norms"]]).all():
         raise Void("the plain loop makes NaN or infinity")
     if isinstance(found, VerifyError):
         raise found
@@ -1002,8 +1003,9 @@ def check(case: Case) -> str:
 
 
 SHORT = 211, 228
-KEPT = 401276, 400781
-"""Of the cases of one long run, those that told something: a norm with the digits of float32; a sum beside another loss's mean."""
+KEPT = 401276, 400781, 401369
+"""Of the cases of one long run, those that told something: a norm with the digits of float32, a sum beside another loss's mean, a
+parameter that waits in host memory beside a rank of another width."""
 
 
 def seeds() -> Iterator[Any]:
