@@ -80,7 +80,7 @@ def visit(lines: LineList, places: _Places, hosts: _Places, roles: Collection[Ro
     Args:
         lines: lines in which everything is on devices.
         places: where each stage lives.
-        hosts: in whose host memory what it owns waits, beside each of its devices; what stages of equal ones share waits there once.
+        hosts: in whose host memory what it owns waits, of each of its devices; what stages of equal ones share waits once.
         roles: what is on devices only while it is used,
         stays: but for these leaves, by role and index.
     """
