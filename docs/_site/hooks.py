@@ -37,6 +37,7 @@ REFERENCE = {
         "Forecast",
         "Frontier",
         "StepBound",
+        "Prediction",
         "Ledger",
         "Collectives",
         "ProgramTable",

@@ -8,12 +8,14 @@ from jaxpp.observe.profile.export import to_html, to_json, to_perfetto
 from jaxpp.observe.profile.profile import Profile
 from jaxpp.observe.profile.record import from_trace
 from jaxpp.observe.programs import ProgramRow, ProgramTable
+from jaxpp.runtime.roofline import Prediction
 
 __all__ = [
     "Collectives",
     "Forecast",
     "Frontier",
     "Ledger",
+    "Prediction",
     "Profile",
     "ProgramRow",
     "ProgramTable",

@@ -45,7 +45,13 @@ The numbers of ``jaxpp.efficiency`` were settled with these steps in view, so th
 
 
 class Prediction(NamedTuple):
-    """What something likely takes, in seconds; a measurement is expected to lie within the range."""
+    """What a step likely takes: ``forecast.bound.predicted``, and the prediction of a row of ``jaxpp.plan``.
+
+    Attributes:
+        seconds: the likely time.
+        low: where the range begins in which a measurement is expected, in seconds.
+        high: where it ends. ``experiments/published`` says how many steps that others have measured lie in their ranges.
+    """
 
     seconds: float
     low: float

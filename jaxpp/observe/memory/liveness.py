@@ -253,9 +253,10 @@ def estimated_liveness(engine: Engine, batch: Batch, key: Tree, known: Estimates
             alike = [str((ref.role, aval.shape, aval.dtype)) for ref, aval in zip(program.inputs, program.avals, strict=True)]
             specs = tuple(_over_shards(place, name, chosen) for name in line.inputs) if place.num_shards > 1 else ()
             does = line.action and line.action.kind, line.fused is None, *alike, *(ref.role for ref in program.outputs)
-            does = does, specs, place.num_shards
+            parts = tuple(name.ref.role == Role.GRAD and name.ref.shared for name in line.outputs) if program.sums else ()
+            does = does, specs, place.num_shards, parts
             if does not in known:
-                known[does] = _likely(program, specs, place.num_shards)
+                known[does] = _likely(program, specs, place.num_shards, parts)
             needs, outs = known[does]
             for name, spec in zip(line.outputs, outs, strict=True):
                 if place.is_free(name.ref):
@@ -300,13 +301,18 @@ def _over_shards(place: Place, name: Name, chosen: Mapping[Name, Sharding]) -> P
     return over_model(PartitionSpec(*spec[len(place.leading(name.ref)) :]))
 
 
-def _likely(program: Program, specs: Sequence[PartitionSpec], width: int) -> tuple[int, tuple[PartitionSpec, ...]]:
-    """The temporaries that a program likely needs on each of the devices that share it, and how its results are sharded."""
+def _likely(
+    program: Program, specs: Sequence[PartitionSpec], width: int, parts: Sequence[bool]
+) -> tuple[int, tuple[PartitionSpec, ...]]:
+    """The temporaries that a program likely needs on each of the devices that share it, and how its results are sharded.
+
+    ``parts`` says, if any is so, of which results each replica returns a part of what they sum.
+    """
     graph, _ = trace(program.function, *program.avals, opened=True, env=program.env)
-    if width == 1:
-        return temporary_bytes(graph.eqns, graph.outputs), (PartitionSpec(),) * len(graph.outputs)
-    spec_of = sharded_axes(graph, specs, width)
-    needs = temporary_bytes(graph.eqns, graph.outputs, lambda var: width if any(spec_of(var)) else 1)
+    spec_of = sharded_axes(graph, specs, width) if width > 1 else lambda _: PartitionSpec()
+    whole = list(itertools.compress(graph.outputs, parts))
+    results = [atom for atom, part in itertools.zip_longest(graph.outputs, parts, fillvalue=False) if not part]
+    needs = temporary_bytes(graph.eqns, results, lambda var: width if any(spec_of(var)) else 1, whole)
     return needs, tuple(map(spec_of, graph.outputs))
 
 
