@@ -26,7 +26,7 @@ from jaxpp.engine.init_arguments import check_order, refuse_containers, variable
 from jaxpp.engine.layout import Traces
 from jaxpp.engine.sharding_rules import specs_of
 from jaxpp.engine.tracing import Tracing, check_key
-from jaxpp.errors import ArgumentError, JaxppError, shown
+from jaxpp.errors import ArgumentError, JaxppError, is_count, shown
 from jaxpp.errors.checks import as_tuple, check_optimizer, is_real, refuse_tracers
 from jaxpp.errors.tracebacks import entries, entry
 from jaxpp.observe.bound import StepBound
@@ -746,6 +746,9 @@ def _meshes(count: int, widths: Iterable[int]) -> Iterator[tuple[int, int, int]]
 
 def _kinds(gpus: object, counts: Sequence[int], price: Mapping[str, float]) -> Iterator[tuple[GPU, int, float | None]]:
     """The kinds of GPUs with each of their counts, and the price of an hour, which may be told by any name of the kind."""
+    if is_count(gpus, least=1):
+        fix = f'pass gpus="{gpus}xh100", or gpus="h100" and counts={gpus}'
+        raise ArgumentError("jaxpp.plan(..., gpus=...)", "gpus are kinds of GPUs, and counts how many of them", shown(gpus), fix)
     given = [_kind(each) for each in as_tuple(gpus)]
     if not given:
         raise ArgumentError("jaxpp.plan(..., gpus=...)", "there is at least one kind of GPU", shown(gpus), 'pass gpus="h100"')

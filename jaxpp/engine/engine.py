@@ -219,9 +219,8 @@ class Engine:
     def sliced(self, made: Tree) -> Tree:
         """What init was given or made, as it is held."""
         params, *state = made if self.options.has_state else (made,)
-        sliced = self.layout.slicing.first(len(jax.tree.leaves(params, is_leaf=is_slices))).of(
-            params
-        )  # those of the shared part alone
+        shared = self.layout.slicing.first(len(jax.tree.leaves(params, is_leaf=is_slices)))
+        sliced = shared.of(params)
         return (sliced, *map(self.layout.state_slicing.of, state)) if self.options.has_state else sliced
 
     def cut_at(self, microbatch: Batch, key: Key | None) -> CutLoss:

@@ -26,6 +26,7 @@ def planned(**options):
     ("options", "message"),
     [
         ({"gpus": ()}, "at least one kind of GPU"),
+        ({"gpus": 8}, "counts how many of them"),
         ({"gpus": "0xh100"}, "target"),
         ({"price": 2.5}, "dollars for an hour"),
         ({"price": {"h100": "2"}}, "dollars for an hour"),
