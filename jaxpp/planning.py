@@ -40,7 +40,6 @@ from jaxpp.runtime.roofline import SPREAD, Prediction
 from jaxpp.schedule.draw.canvas import INK, Figure, draw_key, group_colour, has_matplotlib, new_figure, number_points
 from jaxpp.schedule.draw.text import figure_html
 from jaxpp.schedule.simulate import Simulation
-from jaxpp.schedule.validate import is_count
 from jaxpp.shardings import propose_shardings
 from jaxpp.stages.axes import axis_names
 from jaxpp.stages.cost import count_bytes
