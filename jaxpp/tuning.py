@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxpp.engine.init_arguments import check_order, refuse_containers, with_inputs
 from jaxpp.engine.tracing import check_key
-from jaxpp.errors import ArgumentError, JaxppError, shown
+from jaxpp.errors import ArgumentError, JaxppError, is_count, shown
 from jaxpp.errors.checks import as_tuple, check_optimizer, check_ranks, is_real, refuse_tracers
 from jaxpp.errors.keywords import unknown_keywords
 from jaxpp.errors.tracebacks import entries, entry
@@ -30,7 +30,6 @@ from jaxpp.runtime.progress import progress
 from jaxpp.schedule.draw.canvas import Figure, has_matplotlib
 from jaxpp.schedule.draw.text import figure_html
 from jaxpp.schedule.registry import AUTO, SCHEDULES, make
-from jaxpp.schedule.validate import is_count
 from jaxpp.stages.loss.microbatch import check_batch
 from jaxpp.tables import bytes_in_words, fold_lines, html_remarks, html_table, table_lines, time_in_words, unit_of_bytes
 from jaxpp.targets import compiles_only
