@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import jaxpp
@@ -360,8 +361,8 @@ def test_what_a_policy_in_the_model_offloads_stays_on_the_device_and_a_warning_s
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(**names, offload_src="device", offload_dst="pinned_host")
 
     def block(h, w):
-        h = jax.ad_checkpoint.checkpoint_name(jnp.sin(h @ w), "kept")
-        return jnp.tanh(jax.ad_checkpoint.checkpoint_name(jnp.tanh(h), "sent") @ w)
+        h = checkpoint_name(jnp.sin(h @ w), "kept")
+        return jnp.tanh(checkpoint_name(jnp.tanh(h), "sent") @ w)
 
     layer = jax.checkpoint(block, policy=policy)
 
