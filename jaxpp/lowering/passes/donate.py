@@ -18,12 +18,16 @@ __all__ = ["donate", "let_go", "replaced"]
 
 def donate(lines: LineListT, gives: Collection[Name]) -> LineListT:
     """The lines with the buffers that each takes over; ``gives`` are the values that are given up."""
-    kept, last = set(lines.outputs), lines.last_uses
+    kept, last, gives = set(lines.outputs), lines.last_uses, set(gives)
+
+    def given_up(name: Name) -> bool:
+        comes = name.visit >= 0 and name.ref.role != Role.GRAD  # the total of a gradient may be smaller than what is summed
+        return comes or name._replace(visit=-1) in gives
 
     def taken(number: int, line: Line) -> tuple[int, ...]:
         if line.program is None and not isinstance(line.call, GroupMean):
             return line.donated
-        free = {name for name in replaced(line) if last[name] == number and name not in kept and (name in gives or name.visit >= 0)}
+        free = {name for name in replaced(line) if last[name] == number and name not in kept and given_up(name)}
         free.update(line.outputs)
         return tuple(k for k, name in enumerate(line.inputs) if name in free)
 
