@@ -228,24 +228,21 @@ def _computed_in(eqn: JaxprEqn) -> tuple[str, int]:
     return known.get(dtype.itemsize, "float16" if dtype == jnp.float16 else "bfloat16"), 1
 
 
-def temporary_bytes(
-    eqns: Sequence[JaxprEqn], results: Sequence[Atom], share: Callable[[Var], int] = lambda _: 1, whole: Sequence[Atom] = ()
-) -> int:
+def temporary_bytes(eqns: Sequence[JaxprEqn], results: Sequence[Atom], share: Callable[[Var], int] = lambda _: 1) -> int:
     """Bytes that a program which returns ``results`` likely needs at once besides its arguments and results.
 
-    ``share`` says into how many parts devices divide a value. What is ``whole`` is needed until the end, where replicas sum it, and
-    each returns a part.
+    ``share`` says into how many parts devices divide a value.
 
     Elementwise equations are taken to be fused into what reads them, and to take over the buffer of an operand that nobody reads
     any more; a value of which they make a result is in that result's buffer. Programs that split products over many blocks, or
     multiply matrices in their update, need more (docs/guide/plan.md says how far peaks were off).
     """
-    eqns = [eqns[i] for i in needed_of(eqns, [*results, *whole], lambda _: False)]
+    eqns = [eqns[i] for i in needed_of(eqns, results, lambda _: False)]
     seen = _seen_through(eqns)
-    kept, summed = set(seen(results)), set(seen(whole))
+    kept = set(seen(results))
     working = [eqn for eqn in eqns if not _is_view(eqn)]
     homes = _made_in_place(working, kept, seen)
-    written = kept.union(summed, *(seen(eqn.invars) for eqn in working if not (_fuses(eqn) or _fuses_operands(eqn))))
+    written = kept.union(*(seen(eqn.invars) for eqn in working if not (_fuses(eqn) or _fuses_operands(eqn))))
     written.update(var for eqn in working if not _fuses(eqn) or _fuses_operands(eqn) for var in eqn.outvars)
     last: dict[Var, int] = {}  # of each value in memory the last equation that reads it
     behind: dict[Var, list[Var]] = {}  # the values in memory that whoever reads a fused one reads
@@ -253,7 +250,6 @@ def temporary_bytes(
         read = list(dict.fromkeys(var for each in seen(eqn.invars) for var in behind.get(each, [each])))
         last.update(dict.fromkeys(read, k))
         behind.update((out, read) for out in eqn.outvars if out not in written)
-    last.update(dict.fromkeys(summed, len(working)))
     alive, most = dict[Var, int](), 0
     for k, eqn in enumerate(working):
         inside = max((temporary_bytes(body.eqns, body.outvars, share) for body in inner_jaxprs(eqn)), default=0)

@@ -253,29 +253,31 @@ def estimated_liveness(engine: Engine, batch: Batch, key: Tree, known: Estimates
             alike = [str((ref.role, aval.shape, aval.dtype)) for ref, aval in zip(program.inputs, program.avals, strict=True)]
             specs = tuple(_over_shards(place, name, chosen) for name in line.inputs) if place.num_shards > 1 else ()
             does = line.action and line.action.kind, line.fused is None, *alike, *(ref.role for ref in program.outputs)
-            parts = tuple(name.ref.role == Role.GRAD and name.ref.shared for name in line.outputs) if program.sums else ()
-            does = does, specs, place.num_shards, parts
+            does = does, specs, place.num_shards
             if does not in known:
-                known[does] = _likely(program, specs, place.num_shards, parts)
+                known[does] = _likely(program, specs, place.num_shards)
             needs, outs = known[does]
             for name, spec in zip(line.outputs, outs, strict=True):
                 if place.is_free(name.ref):
                     whole = cast("NamedSharding", place.sharding(name.ref))
                     chosen[name] = NamedSharding(whole.mesh, PartitionSpec(*whole.spec, *spec))
-        extra.append(_exchanging(line) if line.action is None else needs)
+        extra.append(needs if program is None or (not program.sums and line.action is not None) else _exchanging(line))
     lowered = dataclasses.replace(lowered, bound=dataclasses.replace(lowered.bound, chosen=chosen))
     liveness = dataclasses.replace(step_liveness(engine, lowered), temporaries=tuple(extra))
     return liveness_in_flow(liveness, lowered)
 
 
 def _exchanging(line: BoundLine) -> int:
-    """What a line that is no action likely needs where replicas exchange: sums that travel together, and parts of parameters."""
+    """What a line likely needs where replicas exchange: sums that travel together, gradients to scatter, parts of parameters."""
     program, place = line.program, line.place
     if program is None or place.num_replicas == 1:
         return 0
     if program.sums:
-        pairs = zip(program.outputs, program.results, strict=True)
-        return _together(place.num_bytes(ref, aval) for ref, aval in pairs if not _is_over_replicas(place, ref))
+        given = zip(program.inputs, map(place.num_bytes, program.inputs, program.avals), strict=True)
+        made = list(zip(program.outputs, map(place.num_bytes, program.outputs, program.results), strict=True))
+        whole = [size for ref, size in made if not _is_over_replicas(place, ref)]
+        scattered = sum(size for ref, size in given if ref.role == Role.ADDEND) or sum(size for _, size in made) - sum(whole)
+        return scattered + _together(whole)
     leaves = [place.leaf(ref) for ref in program.outputs if ref.role == Role.PARAM and ref.new]
     parts = [leaf for leaf in leaves if leaf is not None and not leaf.divided and leaf.part != leaf.spec]
     return sum(place.num_bytes(Ref(Role.PARAM, leaf.index, shared=True), leaf.aval) for leaf in parts)
@@ -301,18 +303,13 @@ def _over_shards(place: Place, name: Name, chosen: Mapping[Name, Sharding]) -> P
     return over_model(PartitionSpec(*spec[len(place.leading(name.ref)) :]))
 
 
-def _likely(
-    program: Program, specs: Sequence[PartitionSpec], width: int, parts: Sequence[bool]
-) -> tuple[int, tuple[PartitionSpec, ...]]:
-    """The temporaries that a program likely needs on each of the devices that share it, and how its results are sharded.
-
-    ``parts`` says, if any is so, of which results each replica returns a part of what they sum.
-    """
+def _likely(program: Program, specs: Sequence[PartitionSpec], width: int) -> tuple[int, tuple[PartitionSpec, ...]]:
+    """The temporaries that a program likely needs on each of the devices that share it, and how its results are sharded."""
     graph, _ = trace(program.function, *program.avals, opened=True, env=program.env)
-    spec_of = sharded_axes(graph, specs, width) if width > 1 else lambda _: PartitionSpec()
-    whole = list(itertools.compress(graph.outputs, parts))
-    results = [atom for atom, part in itertools.zip_longest(graph.outputs, parts, fillvalue=False) if not part]
-    needs = temporary_bytes(graph.eqns, results, lambda var: width if any(spec_of(var)) else 1, whole)
+    if width == 1:
+        return temporary_bytes(graph.eqns, graph.outputs), (PartitionSpec(),) * len(graph.outputs)
+    spec_of = sharded_axes(graph, specs, width)
+    needs = temporary_bytes(graph.eqns, graph.outputs, lambda var: width if any(spec_of(var)) else 1)
     return needs, tuple(map(spec_of, graph.outputs))
 
 
