@@ -261,7 +261,8 @@ def estimated_liveness(engine: Engine, batch: Batch, key: Tree, known: Estimates
                 if place.is_free(name.ref):
                     whole = cast("NamedSharding", place.sharding(name.ref))
                     chosen[name] = NamedSharding(whole.mesh, PartitionSpec(*whole.spec, *spec))
-        extra.append(needs if program is None or (not program.sums and line.action is not None) else _exchanging(line))
+        scatters = program is not None and any(ref.role == Role.ADDEND for ref in program.inputs)  # and does nothing else
+        extra.append(_exchanging(line) if line.action is None or scatters else needs)
     lowered = dataclasses.replace(lowered, bound=dataclasses.replace(lowered.bound, chosen=chosen))
     liveness = dataclasses.replace(step_liveness(engine, lowered), temporaries=tuple(extra))
     return liveness_in_flow(liveness, lowered)
