@@ -274,11 +274,9 @@ def _exchanging(line: BoundLine) -> int:
     if program is None or place.num_replicas == 1:
         return 0
     if program.sums:
-        given = zip(program.inputs, map(place.num_bytes, program.inputs, program.avals), strict=True)
-        made = list(zip(program.outputs, map(place.num_bytes, program.outputs, program.results), strict=True))
-        whole = [size for ref, size in made if not _is_over_replicas(place, ref)]
-        scattered = sum(size for ref, size in given if ref.role == Role.ADDEND) or sum(size for _, size in made) - sum(whole)
-        return scattered + _together(whole)
+        given, made = (zip(*ends, strict=True) for ends in ((program.inputs, program.avals), (program.outputs, program.results)))
+        scattered = sum(place.num_bytes(ref, aval) for ref, aval in given if ref.role == Role.ADDEND)
+        return scattered + _together(place.num_bytes(ref, aval) for ref, aval in made if not _is_over_replicas(place, ref))
     leaves = [place.leaf(ref) for ref in program.outputs if ref.role == Role.PARAM and ref.new]
     parts = [leaf for leaf in leaves if leaf is not None and not leaf.divided and leaf.part != leaf.spec]
     return sum(place.num_bytes(Ref(Role.PARAM, leaf.index, shared=True), leaf.aval) for leaf in parts)
