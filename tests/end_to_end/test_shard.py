@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.memory.ledger import sample_step
+from jaxpp.stages.program import Role
 from jaxpp.verify import GRAD_FLOOR, compare
 from tests.models import LAYERS, gpt_case, looped
 
@@ -96,6 +97,28 @@ def test_a_device_holds_its_part_and_the_forecast_says_so(replicas):
     assert held[None] == (whole, whole)
     assert held["optimizer"] == held["gradients"] == (whole, whole // replicas)
     assert held["parameters"] == (whole // replicas, whole // replicas)
+
+
+def totals_of(pipe, **more):
+    """Of each line that sums over replicas: how many gradients it sums, and how many of their buffers the sums take over."""
+    lines = pipe.engine.plan("update", X, None, **more)[1].bound.lines
+    grads = [[name for name in line.inputs if name.ref.role == Role.GRAD] for line in lines if line.label.startswith("total")]
+    taken = [line.taken for line in lines if line.label.startswith("total")]
+    assert all(own <= set(given) for own, given in zip(taken, grads, strict=True))
+    return sum(map(len, grads)), sum(map(len, taken))
+
+
+def test_gradients_that_replicas_have_summed_are_held_once():
+    """The total takes over the buffers of what each replica has summed, unless it is a part of it, or NaN are looked for."""
+    bank = jaxpp.Bank({"cat": {"w": jnp.eye(4)}, "dog": {"w": 2 * jnp.eye(4)}}, optax.sgd(0.1))
+    plain, divided, tasks = pipes = pipeline(), pipeline(shard="optimizer"), pipeline(of_task, bank=bank)
+    for pipe in pipes:
+        pipe.init(wide(X), X)
+    assert totals_of(plain) == totals_of(plain, donate=False) == (2, 2)
+    assert totals_of(divided) == (2, 0)
+    assert totals_of(tasks) == (3, 3)
+    with jax.debug_nans(True):
+        assert totals_of(plain) == (2, 0)
 
 
 def test_each_byte_is_sent_once_a_step():

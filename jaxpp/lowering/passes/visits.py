@@ -80,7 +80,7 @@ def visit(lines: LineList, places: _Places, hosts: _Places, roles: Collection[Ro
     Args:
         lines: lines in which everything is on devices.
         places: where each stage lives.
-        hosts: in whose host memory what it owns waits, of each of its devices; what stages of equal ones share waits once.
+        hosts: the processes in whose host memory what it owns waits, for each device; stages with equal ones share what waits.
         roles: what is on devices only while it is used,
         stays: but for these leaves, by role and index.
     """
