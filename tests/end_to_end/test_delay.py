@@ -335,15 +335,17 @@ def test_there_are_two_versions_of_the_weights_at_the_fullest(monkeypatch):
     assert versions_alive(shape, devices) == 2 * 4
 
 
-def test_every_moment_of_steps_in_flow_is_as_forecast(monkeypatch):
-    pipe = jaxpp.Pipeline(loss_of_list, OPTIMIZERS["clipped adamw"], num_stages=4, num_microbatches=6, delay=1)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_moment_of_steps_in_flow_is_as_forecast(monkeypatch, replicas):
+    given = {"num_stages": 4, "num_microbatches": 6, "data_parallel": replicas}
+    pipe = jaxpp.Pipeline(loss_of_list, OPTIMIZERS["clipped adamw"], delay=1, **given)
     x = jnp.ones((48, 40), jnp.float32)
     state = pipe.init([jnp.eye(40, dtype=jnp.float32)] * 4, x)
     for _ in range(2):
         state, _ = pipe.step(state, x)
     lowered = pipe.engine.plan("update", x, None)[1]
     liveness = liveness_in_flow(step_liveness(pipe.engine, lowered), lowered)
-    found, device = [], jax.devices()[1]  # which holds no batch
+    found, device = [], jax.devices()[replicas]  # which holds no batch
     gc.collect()
 
     def observed(parts, *_):
@@ -360,7 +362,7 @@ def test_every_moment_of_steps_in_flow_is_as_forecast(monkeypatch):
     monkeypatch.setattr("jaxpp.engine.tail.hand_over", observed)
     gc.collect()
     state, _ = pipe.step(state, x)
-    levels = liveness.levels[device][1:-1].sum(axis=1)
+    levels = liveness.levels[liveness.devices[1]][1:-1].sum(axis=1)  # of its rank
     differences = np.asarray(found) - levels - (found[0] - levels[0])  # other tests may have left arrays there
     assert len(found) == len(levels)
     wrong = [f"{line.label}: {d}" for line, d in zip(liveness.lines, differences, strict=True) if d // 64]
