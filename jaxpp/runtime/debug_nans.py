@@ -12,17 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from jaxpp.errors import NonFiniteError
 from jaxpp.lowering.step import Step
 from jaxpp.runtime.bind import BoundLine, Runnable
 from jaxpp.runtime.compile import PlacedProgram
-from jaxpp.stages.graph import trace
-from jaxpp.stages.jaxpr import describe, user_line, variables
-from jaxpp.stages.program import Ref, Role
+from jaxpp.stages.axes import axes_named, divides
+from jaxpp.stages.graph import Graph, trace
+from jaxpp.stages.jaxpr import describe, is_named, shapes_of, user_line, variables
+from jaxpp.stages.program import Program, Ref, Role
 from jaxpp.stages.stacked import on_host
-from jaxpp.types import Array
+from jaxpp.types import Array, Leaf
 
 _UNCHECKED = frozenset({Role.BATCH, Role.KEY, Role.SCALE, Role.STATIC, Role.CONSTANT, Role.RESIDUAL, Role.REPLICA})
 _ALONE = {Role.LOSS: "the loss", Role.STATIC: "what is made of the parameters alone", Role.SCALE: "the microbatch's weight"}
@@ -110,17 +111,19 @@ class NanCheck:
         graph, _ = trace(program.function, *avals, env=program.env)
         read = {*variables(graph.outputs), *(var for eqn in graph.eqns for var in variables(eqn.invars))}
         own = [not program.spans and job.place.per_replica(ref) for ref in program.inputs]
-        for replica in range(job.place.num_replicas if any(own) else 1):
-            row = [on_host(arg)[replica] if mine else on_host(arg) for arg, mine in zip(args, own, strict=True)]
-            values = dict(zip(graph.inputs, row, strict=True)) | dict(graph.constants)
-            for i, (eqn, name) in enumerate(zip(graph.eqns, graph.names, strict=True)):
-                inputs, outputs = variables(eqn.invars), [var for var in eqn.outvars if var in read]
-                if eqn.effects:
-                    continue
-                values.update(zip(outputs, graph.function([i], inputs, outputs)(*(values[var] for var in inputs)), strict=True))
-                clean = not any(self._count(values[var]) for var in inputs)
-                if clean and any(self._count(values[var]) for var in outputs):
-                    return self._made(eqn, name), given
+        numbers = range(job.place.num_replicas if any(own) else 1)
+        rows = [[on_host(arg)[k] if mine else on_host(arg) for arg, mine in zip(args, own, strict=True)] for k in numbers]
+        values = [dict(zip(graph.inputs, row, strict=True)) | dict(graph.constants) for row in rows]  # as each replica has them
+        for i, (eqn, name) in enumerate(zip(graph.eqns, graph.names, strict=True)):
+            inputs, outputs = variables(eqn.invars), [var for var in eqn.outvars if var in read]
+            if not all(map(is_named, eqn.effects)) or any(var not in values[0] for var in inputs):
+                continue  # what has side effects is not called again, and what it returned is not known
+            results = _alone(graph, i, outputs, [[each[var] for var in inputs] for each in values], job)
+            clean = [not any(self._count(each[var]) for var in inputs) for each in values]
+            if any(unlike and any(map(self._count, made)) for unlike, made in zip(clean, results, strict=True)):
+                return self._made(eqn, name), given
+            for each, made in zip(values, results, strict=True):
+                each.update(zip(outputs, made, strict=True))
         return "", given
 
     def _made(self, eqn: JaxprEqn, name: str) -> str:
@@ -134,3 +137,17 @@ class NanCheck:
             lines = ", ".join(dict.fromkeys(filter(None, found)))
         where = f" in {backward}{module}" if module else ""
         return f"the first is made by `{eqn.primitive.name}`{where}" + f" ({lines})" * bool(lines)
+
+
+def _alone(graph: Graph, i: int, outputs: Sequence[Var], given: Sequence[Sequence[Leaf]], job: PlacedProgram) -> list[list[Leaf]]:
+    """What an equation makes of the values of each replica; where devices exchange something in it, or divide it, on these."""
+    eqn, several = graph.eqns[i], len(given) > 1
+    needs = variables(eqn.invars)
+    run = graph.function([i], needs, outputs)
+    if not axes_named([eqn]) and not divides([eqn]):
+        return [run(*values) for values in given]
+    refs = [tuple(Ref(Role.RESIDUAL, k, shared=not several) for k in range(len(each))) for each in (needs, outputs)]
+    program = Program(run, *refs, shapes_of(needs), spans=job.program.spans, env=job.program.env)
+    together = [jnp.stack(each) if several else each[0] for each in zip(*given, strict=True)]
+    made = list(map(on_host, job.place.jit(program, ())(*together)))
+    return [[value[k] if several else value for value in made] for k in range(len(given))]

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import warnings
 
 import flax.linen as nn
 import jax
@@ -161,3 +162,25 @@ def test_on_a_mesh_and_with_a_bank_it_is_found_too():
         pipe.step(state, X, task=["cat", "dog"])
     np.testing.assert_array_equal(bank.params("cat")["c"], before)
     pipe.step(pipe.state, jnp.abs(X), task=["cat", "dog"])
+
+
+def centred_on_the_host(params, batch):
+    """What is a logarithm on the host, of which the mean over replicas is taken away."""
+    aval = jax.ShapeDtypeStruct(batch.shape, batch.dtype)
+    hidden = jnp.tanh(batch @ params["a"]) + jax.pure_callback(np.tanh, aval, batch, vmap_method="sequential")[:, :1]
+    seen = jax.experimental.io_callback(lambda x: np.float32(x.sum()), jax.ShapeDtypeStruct((), jnp.float32), batch)
+    scale = 1 + 0 * jax.lax.stop_gradient(seen)
+    hidden = scale * (hidden - jax.lax.pmean(jnp.log(hidden[0, 0]), "data"))
+    return loss_fn({**params, "a": jnp.eye(hidden.shape[1])}, hidden)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shards", [1, 2])
+def test_replicas_exchange_what_is_looked_at_and_nobody_calls_side_effects_again(shards):
+    mesh = jax.make_mesh((2, 2, shards), ("pipe", "data", "model"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jaxpp.MicrobatchWarning)
+        pipe = pipeline(centred_on_the_host, mesh=mesh)
+        state = pipe.init(PARAMS, X)
+        with pytest.raises(FloatingPointError, match="0F0(?s:.*)made by `log`"):
+            pipe.step(state, -jnp.abs(X))
