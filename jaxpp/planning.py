@@ -107,7 +107,7 @@ class GPUMesh:
         return {"mesh": Mesh(grid, ("pipe", "data", "model"))}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PlanRow:
     """The best pipeline that was found for a layout.
 
@@ -144,6 +144,11 @@ class PlanRow:
     per_step: int = 1
     given: Arguments = dataclasses.field(default_factory=dict)
     shardings: Mapping[str, PartitionSpec] | None = None
+
+    def __repr__(self) -> str:
+        schedule, held = self.candidate.schedule, f"{bytes_in_words(max(self.peaks))} of {bytes_in_words(self.room)}"
+        count = f"{schedule.num_microbatches} microbatch{'es' * (schedule.num_microbatches > 1)}"
+        return f"PlanRow({self.layout.words}: {schedule.name}, {count}, {_range(self.seconds)}, {held})"
 
     @property
     def fits(self) -> bool:
@@ -464,7 +469,7 @@ def _checked(
     check_key(key, loss_fn, 2 + bool(options.get("has_state")) + (bank is not None))
     check_options("jaxpp.plan", plan, options, _DECIDED)
     if bank is not None:
-        check_bank(bank)
+        check_bank(bank, "jaxpp.plan(..., bank=...)")
     init_or_params, _ = with_inputs("jaxpp.plan", init_or_params, batch)
     return _Planner(
         (loss_fn, optimizer, init_or_params, batch, key),

@@ -41,12 +41,12 @@ _T = TypeVar("_T")
 _Row = Sequence[Array]  # the leaves of one replica's set that this process holds
 
 
-def check_bank(bank: object) -> None:
-    """Refuse what is no bank, or has no sets."""
+def check_bank(bank: object, where: str = "Pipeline(bank=...)") -> None:
+    """Refuse what is no bank, or has no sets; ``where`` it was passed, for the message."""
     if not isinstance(bank, Bank) or not len(bank):
         got = "a bank without sets" if isinstance(bank, Bank) else type(bank).__name__
         fix = "pass jaxpp.Bank({name: params, ...}, optimizer)"
-        raise BankError("Pipeline(bank=...)", "a pipeline is cut at the shapes of a bank's first set", got, fix)
+        raise BankError(where, "a pipeline is cut at the shapes of a bank's first set", got, fix)
 
 
 def with_set(bank: Bank | None, variables: tuple[Tree, ...], task: Hashable | None = None) -> tuple[Tree, ...]:

@@ -84,6 +84,7 @@ def test_what_is_estimated_is_near_what_is_compiled(planning):
     given = loss_fn, optax.adamw(1e-3), init, tokens
     quick = jaxpp.plan(*given, gpus=("h100", "4xrtx-4090"), counts=2, num_compiled=0)
     assert all(row.bound is None for row in quick.rows)
+    assert all(repr(row).startswith(f"PlanRow({row.layout.words}: ") and len(repr(row)) < 150 for row in quick.rows)
     by_mesh = {row.layout.words: row for row in quick.rows}
     for row in planning.rows:
         other = by_mesh[row.layout.words]
