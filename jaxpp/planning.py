@@ -604,7 +604,7 @@ class _Planner:
             except JaxppError as error:
                 found[capability] = error
             except Exception as error:  # noqa: BLE001  (whatever the loss or JAX says of this GPU)
-                rule, got = "a loss is traced for the GPU that is to run it", f"{type(error).__name__}: {error}".rstrip(".")
+                rule, got = "a loss is traced for the GPU that is to run it", f"{type(error).__name__}: {error}"
                 found[capability] = ArgumentError(f"gpus={layout.gpu.name!r}", rule, got, "leave it out of gpus")
         return {} if len(found) == len(first) else found
 

@@ -49,7 +49,8 @@ class JaxppError(ValueError):
     Args:
         where: the place, as the user wrote it.
         rule: the rule that was broken, one sentence without its full stop.
-        got: names and numbers; several violations are several lines, at most ten of which are shown.
+        got: names and numbers; several violations are several lines, at most ten of which are shown. A full stop at the end, as
+            what others say has, is not doubled.
         fix: what to do, imperative.
         picture: a table or listing with the bad cell marked; shown last.
 
@@ -63,7 +64,7 @@ class JaxppError(ValueError):
         more = len(lines) - _MOST_LINES
         if more > 0:
             lines = [*lines[:_MOST_LINES], f"and {more} more"]
-        body = "\n       ".join(lines)
+        body = "\n       ".join(lines).removesuffix(".")
         text = f"{where}: {rule}.\n  Got: {body}.\n  Fix: {fix}."
         if picture:
             text += "\n\n" + "\n".join("  " + line for line in picture.splitlines())

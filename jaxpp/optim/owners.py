@@ -399,7 +399,7 @@ def updated(optimizer: optax.GradientTransformation, grads: Grads, state: Tree, 
             rule = f"an optimizer sees {sees}, and cannot call the loss again"
             without = "a line search" if "'value_fn'" in str(error) else "a function of the loss"
             fix = f"use a transformation without {without}, such as optax.adamw or optax.sgd"
-            raise OptimizerError("optimizer", rule, str(error).rstrip("."), fix) from error
+            raise OptimizerError("optimizer", rule, str(error), fix) from error
         what = "the optimizer's update(grads, state, params)"
         error.add_note(f"jaxpp: raised while tracing {what}; a transformation that takes more is given value=loss")
         raise

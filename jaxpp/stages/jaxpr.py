@@ -297,7 +297,7 @@ def without_refs(closed: ClosedJaxpr, env: Sequence[tuple[str, int]] = ()) -> Cl
         found = _discharged(stateful, env)
     except Exception as error:
         rule, got = "a jax.Ref is made into values, as JAX does before it compiles", f"JAX says: {type(error).__name__}: {error}"
-        raise LossError("jax.new_ref", rule, got.rstrip("."), "write that part without one, with .at[...].set") from error
+        raise LossError("jax.new_ref", rule, got, "write that part without one, with .at[...].set") from error
     return ClosedJaxpr(_changed_inside(found.jaxpr, shown), found.consts)
 
 

@@ -555,7 +555,7 @@ def _trace(
                 "split an axis of the block whose size the number of devices divides; if it is that of the examples, pass fewer "
                 "microbatches or a larger batch; with jax.shard_map, also fewer axes"
             )
-            got = [str(error).rstrip("."), f"{words.noun} {words.traced.format(shapes)}"]
+            got = [str(error).removesuffix("."), f"{words.noun} {words.traced.format(shapes)}"]
             raise words.error(words.where, rule, got, fix) from error
         if not isinstance(error, JaxppError):
             error.add_note(f"jaxpp: raised while tracing {words.noun} {words.traced.format(shapes)}")
