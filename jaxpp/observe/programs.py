@@ -23,7 +23,7 @@ import jax
 from jax.stages import Compiled
 
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.outcome import Purpose
+from jaxpp.engine.outcome import LoweredStep, Purpose
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.tracebacks import entries
 from jaxpp.lowering.plan import Instruction
@@ -41,7 +41,7 @@ from jaxpp.tables import bytes_in_words, flops_in_words, fold_lines, html_remark
 from jaxpp.targets import GPU, compiles_only, device_name, target_of
 from jaxpp.types import Batch, Key
 
-__all__ = ["Kept", "ProgramRow", "ProgramTable", "WeightCopy", "programs_of"]
+__all__ = ["Kept", "ProgramRow", "ProgramTable", "StepProgram", "WeightCopy", "programs_of", "step_programs"]
 
 _WIDE = ("tensorfloat32", "float32", "float64")
 _NARROW = ("bfloat16", "float16", "float8", "int8")
@@ -386,22 +386,16 @@ class ProgramTable(_Summed, Sequence[ProgramRow]):
 
 def programs_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose) -> ProgramTable:
     """Read the compiled programs of a step, or of forwards, each once; of several processes, those of this one."""
-    with jax.debug_nans(False), jax.debug_infs(False):  # with which programs would be others, that look at their results
-        plan, lowered = engine.plan(purpose, batch, key)
-    runs: Counter[tuple[int, int]] = Counter()
-    kinds: dict[tuple[int, int], dict[Kind, None]] = {}
-    first: dict[tuple[int, int], tuple[str, BoundLine, Compiled]] = {}
-    shapes, paths = step_shapes(engine, lowered), lowered.step.cuts[0].loss.param_paths
-    for line, instruction in zip(lowered.bound.lines, plan.instructions, strict=True):
-        for name, compiled in _compiled(line, instruction):
-            at = line.stage, id(compiled)
-            runs[at] += 1
-            first.setdefault(at, (name, line, compiled))
-            kinds.setdefault(at, {}).update(dict.fromkeys(action.kind for action in line.actions))
-    ranks = engine.options.schedule.stage_to_rank
+    lowered, programs = step_programs(engine, batch, key, purpose)
+    shapes, paths, ranks = (
+        step_shapes(engine, lowered),
+        lowered.step.cuts[0].loss.param_paths,
+        engine.options.schedule.stage_to_rank,
+    )
     rows = []
-    for at, (name, line, compiled) in first.items():
-        row = ProgramRow(name, line.stage, ranks[line.stage], line.device, tuple(kinds[at]), runs[at], (), compiled=compiled)
+    for each in programs:
+        line, compiled = each.line, each.compiled
+        row = ProgramRow(each.name, line.stage, ranks[line.stage], line.device, each.kinds, each.runs, (), compiled=compiled)
         rows.append(_read(row, compiled, line, paths, shapes))
     remarked = [] if lowered.bound.numbers is None else ["the programs are those of this process, one of several"]
     if any(place.axis_sizes for place in engine.placement.places):
@@ -409,14 +403,42 @@ def programs_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose)
     return ProgramTable(tuple(rows), target_of(engine.options.devices[0]), tuple(remarked))
 
 
-def _compiled(line: BoundLine, instruction: Instruction) -> list[tuple[str, Compiled]]:
-    """The compiled programs that an instruction runs, and what they are called."""
+class StepProgram(NamedTuple):
+    """A compiled program of a step."""
+
+    name: str  # in a trace
+    label: str  # for people
+    line: BoundLine  # the first that runs it
+    compiled: Compiled
+    num_replicas: int  # that run it together
+    kinds: tuple[Kind, ...] = ()  # of the actions that it runs
+    runs: int = 0
+
+
+def step_programs(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose) -> tuple[LoweredStep, list[StepProgram]]:
+    """The different programs of each stage, in the order in which they first run, and the lines that run them."""
+    with jax.debug_nans(False), jax.debug_infs(False):  # with which programs would be others, that look at their results
+        plan, lowered = engine.plan(purpose, batch, key)
+    found: dict[tuple[int, int], StepProgram] = {}
+    for line, instruction in zip(lowered.bound.lines, plan.instructions, strict=True):
+        for each in _compiled(line, instruction):
+            at = line.stage, id(each.compiled)
+            known = found.get(at, each)
+            kinds = dict.fromkeys((*known.kinds, *(action.kind for action in line.actions)))
+            found[at] = known._replace(kinds=tuple(kinds), runs=known.runs + 1)
+    return lowered, list(found.values())
+
+
+def _compiled(line: BoundLine, instruction: Instruction) -> list[StepProgram]:
+    """The compiled programs that an instruction runs."""
     if isinstance(instruction.call, Mean):
-        return [(f"{line.label}, {replicas}", program) for replicas, _, program in instruction.call.programs]
+        named = [(f"{line.label}, {replicas}", count, program) for replicas, count, program in instruction.call.programs]
+        return [StepProgram(name, name, line, program, count) for name, count, program in named]
     if not isinstance(instruction.call, Compiled):
         return []
     unseen = line.program if compiles_only(line.place.devices[0]) else None  # by a trace: it has the name of its stage
-    return [(instruction.about.program if unseen is None else unseen.name, instruction.call)]
+    name = instruction.about.program if unseen is None else unseen.name
+    return [StepProgram(name, line.label, line, instruction.call, line.place.num_replicas)]
 
 
 def _read(row: ProgramRow, compiled: Compiled, line: BoundLine, paths: Sequence[str], shapes: Shapes) -> ProgramRow:
