@@ -69,19 +69,21 @@ class SeenStep(NamedTuple):
     begun: float  # when the host began
     ended: float  # when all results were there
     stamps: tuple[Stamp, ...] = ()  # of each line; empty if nobody looked
-    runs: tuple[Run | None, ...] = ()  # of each line the run of its program; None for a send, and empty without a trace
-    seconds: tuple[float, ...] = ()  # how long each line took, if each waited for the one before
+
+    @property
+    def seconds(self) -> list[float]:
+        """How long each line took, if each waited for the one before."""
+        return [stamp.seconds for stamp in self.stamps]
 
     def timed(self, plan: Plan) -> "SeenStep":
         """With the seconds of each line: of a program by the trace, or from its call until its results were there."""
-        runs = self.runs or [None] * len(self.stamps)
-        seen = zip(plan.instructions, self.stamps, runs, strict=True)
-        return self._replace(seconds=tuple(_seconds(*each) for each in seen))
+        seen = zip(plan.instructions, self.stamps, strict=True)
+        return self._replace(stamps=tuple(stamp._replace(seconds=_seconds(line, stamp)) for line, stamp in seen))
 
 
-def _seconds(line: Instruction, stamp: Stamp, run: Run | None) -> float:
-    if run is not None:
-        return run.end - run.start
+def _seconds(line: Instruction, stamp: Stamp) -> float:
+    if stamp.run is not None:
+        return stamp.run.end - stamp.run.start
     return stamp.done - stamp.begun if line.about.program else _sent(stamp)
 
 
@@ -115,15 +117,11 @@ class AllProcesses:
     def seen(self, mine: Seen) -> Seen:
         """What all processes saw, of all lines."""
         shift = self._clock.offset
-        steps = [
-            {
-                "at": [step.begun + shift, step.ended + shift],
-                "stamps": [[time + shift for time in stamp[:3]] for stamp in step.stamps],
-                "runs": [run and [time + shift for time in run] for run in step.runs],
-                "seconds": step.seconds,
-            }
-            for step in mine.steps
-        ]
+
+        def told_of(stamp: Stamp) -> list[Any]:
+            return [*(time + shift for time in stamp[:3]), stamp.run and [time + shift for time in stamp.run], stamp.seconds]
+
+        steps = [{"at": [step.begun + shift, step.ended + shift], "stamps": list(map(told_of, step.stamps))} for step in mine.steps]
         error = mine.error + self._clock.error
         texts = texts_of_all(json.dumps({"steps": steps, "missing": mine.missing, "error": error}))
         told: list[dict[str, Any]] = [json.loads(text) for text in texts]
@@ -133,19 +131,18 @@ class AllProcesses:
 
     def _step(self, told: Sequence[Mapping[str, Any]]) -> SeenStep:
         begun, ended = min(each["at"][0] for each in told), max(each["at"][1] for each in told)
-        stamps, runs, seconds = list[Stamp](), list[Run | None](), list[float]()
+        stamps = list[Stamp]()
         for number, line in enumerate(self._bound.lines if told[0]["stamps"] else ()):
             givers, owners = self._of(number, line)
             seen = {k: told[k]["stamps"][self._places[k][number]] for k in {*givers, *owners}}
-            first = min(givers or owners, key=lambda k, seen=seen: seen[k])
-            asked, done = (max(seen[k][at] for k in owners) for at in (1, 2))
-            begins, handed, _ = seen[first]
-            stamps.append(Stamp(begins, handed, max(done, handed), asked if givers else -math.inf, first))
-            mine, took = ([told[k][what][self._places[k][number]] for k in owners if told[k][what]] for what in ("runs", "seconds"))
-            there = [run for run in mine if run is not None]
-            runs.append(Run(min(run[0] for run in there), max(run[1] for run in there)) if there else None)
-            seconds.append(_sent(stamps[-1]) if givers else max(took, default=0.0))
-        return SeenStep(begun, ended, tuple(stamps), tuple(runs) if all(each["runs"] for each in told) else (), tuple(seconds))
+            first = min(givers or owners, key=lambda k, seen=seen: seen[k][:3])
+            asked, done, took = (max(seen[k][at] for k in owners) for at in (1, 2, 4))
+            begins, handed, *_ = seen[first]
+            runs = [seen[k][3] for k in owners if seen[k][3]]
+            run = Run(min(run[0] for run in runs), max(run[1] for run in runs)) if runs else None
+            stamp = Stamp(begins, handed, max(done, handed), asked if givers else -math.inf, first, run, took)
+            stamps.append(stamp._replace(seconds=_sent(stamp)) if givers else stamp)
+        return SeenStep(begun, ended, tuple(stamps))
 
     def _of(self, number: int, line: BoundLine) -> tuple[list[int], list[int]]:
         """The processes that give what a line sends between processes, and those that run it or receive it."""
@@ -433,7 +430,7 @@ def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
     if seen.missing:
         together, found = _watched(work, num_steps, all_processes, plan, seen.missing)
     else:
-        found = [traced_spans(plan, step.runs, step.stamps, alone, schedule) for step in together]
+        found = [traced_spans(plan, step.stamps, alone, schedule) for step in together]
     lengths = [step.ended - step.begun for step in together]
     cost = statistics.median(lengths) / statistics.median(step.ended - step.begun for step in plain)
     ledger = work.ledger()
@@ -476,10 +473,11 @@ def _seen(work: Work, num_steps: int) -> Seen:
         for (_, window), begun in zip(found, read.steps, strict=True)
     ]
     error, offset = min(clocks)
-    traced = [
-        step._replace(runs=tuple(run and Run(*(time + begun + offset for time in run)) for run in each)).timed(work.plan)
-        for (step, _), begun, each in zip(found, read.steps, runs, strict=True)
-    ]
+    traced = list[SeenStep]()
+    for (step, _), begun, each in zip(found, read.steps, runs, strict=True):
+        on_host = [run and Run(*(time + begun + offset for time in run)) for run in each]
+        stamps = tuple(stamp._replace(run=run) for stamp, run in zip(step.stamps, on_host, strict=True))
+        traced.append(step._replace(stamps=stamps).timed(work.plan))
     return Seen((*plain, *alone, *traced), "", error)
 
 
@@ -663,7 +661,7 @@ def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key
         raise ArgumentError(where, rule, str(error), fix) from None
     schedule = engine.options.schedule
     alone = durations_of(plan, [[0.0 if run is None else run.end - run.start for run in step] for step in found])
-    steps = [traced_spans(plan, step, (), alone, schedule) for step in found]
+    steps = [traced_spans(plan, [Stamp(run=run) for run in step], alone, schedule) for step in found]
     lengths = [max(span.end for span in spans) for spans in steps]
     spans = steps[typical(steps)], isolated_spans(plan, alone, schedule)
     ledger, ranks = Ledger(step_liveness(engine, lowered), (), {}), engine.placement.ranks_shown
