@@ -11,7 +11,6 @@ send between processes is handed over by both sides: it begins no earlier than e
 
 import contextlib
 import itertools
-import json
 import math
 import os
 import statistics
@@ -50,7 +49,7 @@ from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.execute import Observer
 from jaxpp.runtime.interrupts import held
 from jaxpp.runtime.place import Place, devices_of
-from jaxpp.runtime.processes.channel import Alignment, align_clocks, texts_of_all
+from jaxpp.runtime.processes.channel import Alignment, align_clocks, told_by_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
@@ -111,7 +110,7 @@ class AllProcesses:
         read = [name for line in self._bound.lines for name in (*line.inputs, *line.outputs)]
         self._names = list(dict.fromkeys([*whole.bound.inputs, *self._bound.constants, *read]))
         self.plan = _plan_of(self._bound)
-        told = [json.loads(text) for text in texts_of_all(json.dumps(list(self._numbers)))]
+        told = told_by_all(list(self._numbers))
         self._places = [{number: k for k, number in enumerate(numbers)} for numbers in told]
 
     def seen(self, mine: Seen) -> Seen:
@@ -123,8 +122,7 @@ class AllProcesses:
 
         steps = [{"at": [step.begun + shift, step.ended + shift], "stamps": list(map(told_of, step.stamps))} for step in mine.steps]
         error = mine.error + self._clock.error
-        texts = texts_of_all(json.dumps({"steps": steps, "missing": mine.missing, "error": error}))
-        told: list[dict[str, Any]] = [json.loads(text) for text in texts]
+        told = told_by_all({"steps": steps, "missing": mine.missing, "error": error})
         missing = [f"process {k}: {each['missing']}" for k, each in enumerate(told) if each["missing"]]
         found = [self._step([each["steps"][k] for each in told]) for k in range(len(mine.steps))]
         return Seen(tuple(found), missing[0] if missing else "", sum(sorted(each["error"] for each in told)[-2:]))
@@ -177,8 +175,7 @@ class AllProcesses:
         }
         lives, hosted, samples = list[Life](), list[Life](), list[Sample]()
         stats, extra = dict[Device, Mapping[str, int]](), [0] * len(self._bound.lines)
-        for process, text in enumerate(texts_of_all(json.dumps(said, default=int))):
-            each = json.loads(text)
+        for process, each in enumerate(told_by_all(said)):
             for number, device, *rest in each["lives"]:
                 name = self._names[number]
                 (hosted if name.ref.waits else lives).append(Life(name, devices[device], *rest))
