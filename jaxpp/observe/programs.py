@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar, overload
 
 import jax
 from jax.stages import Compiled
@@ -503,20 +503,14 @@ def _argument(name: str, values: dict[str, HloInstruction]) -> HloInstruction | 
 # --- waste ---
 
 _T = TypeVar("_T")
-
-
-class _Found(NamedTuple, Generic[_T]):
-    """A program with a waste."""
-
-    cost: float  # of the waste in a step, to tell where there is most of it
-    row: ProgramRow
-    what: _T
+_Found = tuple[float, ProgramRow, _T]
+"""The cost of a waste in a step, to tell where there is most of it; a program that has it; and what it is there."""
 
 
 def _ranked(found: Sequence[_Found[_T]]) -> tuple[ProgramRow, _T, list[str]]:
     """The program with the most of a waste, and what it is there; and the names of the others."""
-    first, *others = sorted(found, key=lambda each: each.cost, reverse=True)
-    return first.row, first.what, list(dict.fromkeys(each.row.name for each in others if each.row.name != first.row.name))
+    (_, worst, what), *others = sorted(found, key=lambda each: each[0], reverse=True)
+    return worst, what, list(dict.fromkeys(row.name for _, row, _ in others if row.name != worst.name))
 
 
 def _so(names: Sequence[str], one: str = "does", many: str = "do") -> str:
@@ -534,7 +528,7 @@ def _wide_products(programs: ProgramTable) -> str:
     for row in programs:
         own = {kind: flops for kind, flops in row.products.items() if kind in _WIDE}
         if own and sum(own.values()) >= _WIDE_PART * sum(row.products.values()):
-            found.append(_Found(row.runs * sum(own.values()), row, own))
+            found.append((row.runs * sum(own.values()), row, own))
     if not found:
         return ""
     worst, own, others = _ranked(found)
@@ -562,7 +556,7 @@ def _weight_copies(programs: ProgramTable) -> str:
     for row in programs:
         large = [each for each in row.copied if each.num_bytes >= _COPY_BYTES]
         if row.kinds and large:
-            found.append(_Found(row.runs * sum(each.runs * each.num_bytes for each in large), row, large))
+            found.append((row.runs * sum(each.runs * each.num_bytes for each in large), row, large))
     if not found:
         return ""
     worst, large, others = _ranked(found)
@@ -582,7 +576,7 @@ def _short_kernels(programs: ProgramTable) -> str:
     for row in programs:
         launch, least = (row.roofline.launch, row.roofline.seconds) if row.roofline else (0.0, 0.0)
         if launch > _LAUNCH_PART * least and row.runs * launch > _SEEN * whole:
-            found.append(_Found(row.runs * launch, row, launch / least))
+            found.append((row.runs * launch, row, launch / least))
     if not found:
         return ""
     worst, part, others = _ranked(found)
@@ -598,7 +592,7 @@ def _large_residuals(programs: ProgramTable) -> str:
     for row in programs:
         largest = max(row.residuals, key=lambda kept: kept.num_bytes, default=None)
         if largest and largest.num_bytes >= max(_KEPT_PART * row.temporaries, _KEPT_TIMES * row.activations):
-            found.append(_Found(largest.num_bytes, row, largest))
+            found.append((largest.num_bytes, row, largest))
     if not found:
         return ""
     worst, largest, others = _ranked(found)
@@ -622,7 +616,7 @@ def _may_be_scores(kept: Kept) -> bool:
 
 def _doubles(programs: ProgramTable) -> str:
     """Values of double precision anywhere."""
-    found = [_Found(row.runs * row.products.get("float64", 0), row, None) for row in programs if row.has_float64]
+    found = [(row.runs * row.products.get("float64", 0), row, None) for row in programs if row.has_float64]
     if not found:
         return ""
     worst, _, others = _ranked(found)
