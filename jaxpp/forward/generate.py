@@ -419,9 +419,9 @@ class _RingRuns(Work):
         self.passes = generate(None)
         awaits = {number: begun.awaits for number, begun in enumerate(self.passes) if begun.awaits >= 0}
         kinds = self._kinds()
-        firsts = itertools.accumulate((kind.num_beside for kind in kinds), initial=0)
-        plans = [kind.passes.prepare(kind.batch, kind.num_beside).plan for kind in kinds]
-        self.plan = join_plans(plans, list(firsts), awaits)
+        compiled = [kind.passes.prepare(kind.batch, kind.num_beside) for kind in kinds]
+        parts = [(each.plan, each.bound, kind.num_beside) for each, kind in zip(compiled, kinds, strict=True)]
+        self.plan = join_plans(parts, awaits)
         self.schedule = schedule_of(self.plan, self.engine.options.schedule.stage_to_rank, "ring")
 
     def run(self, observer: Observer | None = None, *, watched: bool = False) -> Tree:

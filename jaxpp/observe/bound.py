@@ -13,16 +13,16 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple, cast
 
-from jax.stages import Compiled
+import jax
 
 from jaxpp.efficiency import KERNEL, as_linked, moved_share
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.made_to_measure import stage_costs
 from jaxpp.engine.outcome import LoweredStep, Purpose
-from jaxpp.lowering.builder import CALLER, Flow, MemoryCopy, Name
+from jaxpp.lowering.builder import CALLER, Flow, Name
 from jaxpp.lowering.plan import Plan
 from jaxpp.observe.evaluate import Parts, costs_of_plan
 from jaxpp.observe.memory.liveness import brought, memory_kind, step_liveness
@@ -31,7 +31,7 @@ from jaxpp.observe.profile.spans import line_times
 from jaxpp.options import Options
 from jaxpp.runtime import roofline
 from jaxpp.runtime.bind import BoundLine
-from jaxpp.runtime.hlo import Kernel, read_kernels
+from jaxpp.runtime.hlo import read_kernels
 from jaxpp.runtime.measure import copy_times
 from jaxpp.runtime.place import Place, Placement
 from jaxpp.schedule.action import Kind
@@ -252,17 +252,20 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
     targets = tuple(target for target in ranks if target is not None)
     if len(targets) < len(ranks) or not engine.alone:
         return None
-    plan, lowered = engine.plan(purpose, batch, key)
+    with jax.debug_nans(False), jax.debug_infs(False):  # with which programs would be others, that look at their results
+        plan, lowered = engine.plan(purpose, batch, key)
     lines, numbers = lowered.bound.lines, dict(zip(placement.by_rank, targets, strict=True))
     liveness = step_liveness(engine, lowered)
     sizes = {life.name: life.num_bytes for life in (*liveness.lives, *liveness.hosted)}
     lanes = [turn.lane for turn in plan.turns] or [0] * len(lines)
-    repeated = [code.repeated for code in engine.preparer.step(batch, key).cuts[0].stages] if purpose == "update" else []
-    work = _counted(plan, lines, placement, numbers, sizes, repeated)
+    work = _counted(plan, lines, placement, numbers, sizes)
+    forwards = [line.stage for line in lines if line.program and not line.fused and line.action and line.action.kind == Kind.F]
+    repeated = [code.repeated * (purpose == "update") for code in lowered.step.cuts[0].stages]
     visiting = engine.options.waiting and purpose == "update"
 
     def told(alone: Sequence[float], handing: Sequence[float], calls: Sequence[float]) -> _Lines:
-        still = [0.0 if visiting and _visits(line) else seconds for line, seconds in zip(lines, alone, strict=True)]
+        visits = (line.copies is not None and line.action is None for line in lines)  # copies of an action are those of residuals
+        still = [0.0 if visiting and visit else seconds for visit, seconds in zip(visits, alone, strict=True)]
         return _Lines(plan, alone, still, handing, calls, lanes)
 
     launched = [max(each, driven - _DRIVEN) for each, driven in zip(work.likely, work.driving, strict=True)]  # beside one another
@@ -283,7 +286,8 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
         rates = [[1 / rate(numbers[place]).links.host for place in placement.places] for rate in (lambda gpu: gpu, as_linked)]
         brings = brought(engine, lowered)
         costs, probable = (each.visited(brings, own) for each, own in zip((costs, probable), rates, strict=True))
-        visits = _visits_of(lines, work.alone, sizes, added)
+        links = [max(liveness.visiting[place.shown]) / gpu.links.host for place, gpu in numbers.items()]
+        visits = VisitBound(added, max(links), *map(sum, zip(*liveness.visiting.values(), strict=True)))
     return StepBound(
         schedule,
         targets,
@@ -291,7 +295,7 @@ def bound_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose = "
         costs,
         engine.options.offload if purpose == "update" else (),
         dict(work.products),
-        work.again,
+        placement.num_replicas * sum(repeated[stage] for stage in forwards),
         len({device for place in placement.by_rank for device in place.devices}),
         _host_work(work.handing, work.driving, lanes, work.num_kernels),
         predicted,
@@ -355,57 +359,38 @@ def estimated_costs(engine: Engine, batch: Batch, key: Key | None, options: Opti
 
 
 class _Work(NamedTuple):
-    """What the lines of a plan take and do."""
+    """What the lines of a plan take, and what the kernels of their programs do."""
 
     alone: list[float]  # seconds of each line, at least
     likely: list[float]  # and as they are predicted
     handing: list[float]  # of the host, to hand it over, at least
     driving: list[float]  # and likely, where a driver launches its kernels, one after the other
     products: Counter[str]  # FLOPs of all of them
-    again: float
     num_kernels: int
     reached: float  # what its products likely reach of their peak
 
 
 def _counted(
-    plan: Plan,
-    lines: Sequence[BoundLine],
-    placement: Placement,
-    numbers: Mapping[Place, GPU],
-    sizes: Mapping[Name, int],
-    repeated: Sequence[float],
+    plan: Plan, lines: Sequence[BoundLine], placement: Placement, numbers: Mapping[Place, GPU], sizes: Mapping[Name, int]
 ) -> _Work:
-    """The work of the lines; ``repeated`` are the FLOPs that each stage runs again in a backward."""
-    known: dict[int, tuple[Kernel, ...]] = {}
-    alone, likely, handing, driving, products = list[float](), list[float](), list[float](), list[float](), Counter[str]()
-    again, num_kernels, at_peak, taken = 0.0, 0, 0.0, 0.0
-    for line, instruction in zip(lines, plan.instructions, strict=True):
-        target = numbers[line.place]
-        if line.program is None:
-            handing.append(_SEND * len(line.outputs))
-            least, most = (_moving(line, placement.places, sizes, each) for each in (target, as_linked(target)))
-            alone.append(least)
-            likely.append(most + KERNEL * bool(most))
-            driving.append(_DRIVEN)
-            continue
-        handing.append(_CALL + _RESULT * max(0, len(line.outputs) - 1))
-        if id(instruction.call) not in known:
-            known[id(instruction.call)] = read_kernels(cast("Compiled", instruction.call).as_text() or "")
-        kernels = known[id(instruction.call)]
-        alone.append(roofline.program_roofline(kernels, target, line.place.devices).seconds)
-        launched = sum(kernel.runs for kernel in kernels)
-        likely.append(roofline.likely_seconds(kernels, target, line.place.devices))
-        driving.append(_DRIVEN + _LAUNCH * launched)
-        num_kernels += launched
-        own = Counter[str]()
-        for kernel in (kernel for kernel in kernels if kernel.products):
-            own.update({kind: len(line.place.devices) * kernel.runs * flops for kind, flops in kernel.products.items()})
-            at_peak += kernel.runs * roofline.peaks_of(kernel.products, target)
-            taken += roofline.kernel_seconds(kernel, target)
-        products.update(own)
-        if repeated and line.action is not None and line.action.kind == Kind.F and line.fused is None:
-            again += placement.num_replicas * repeated[line.stage]
-    return _Work(alone, likely, handing, driving, products, again, num_kernels, at_peak / taken if taken else 0.0)
+    read = cache(lambda call: read_kernels(call.as_text() or ""))
+    pairs, places = zip(lines, plan.instructions, strict=True), placement.places
+    each = [(line, numbers[line.place], () if line.program is None else read(instruction.call)) for line, instruction in pairs]
+    alone, likely, handing, products = list[float](), list[float](), list[float](), Counter[str]()
+    for line, target, kernels in each:
+        least, most = (_moving(line, places, sizes, gpu) for gpu in (target, as_linked(target)))
+        alone.append(least + roofline.program_roofline(kernels, target, line.place.devices).seconds)
+        likely.append(most + KERNEL * bool(most) + roofline.likely_seconds(kernels, target, line.place.devices))
+        several = max(0, len(line.outputs) - 1)
+        handing.append(_SEND * len(line.outputs) if line.program is None else _CALL + _RESULT * several)
+        for kernel in kernels:
+            products.update({kind: len(line.place.devices) * kernel.runs * flops for kind, flops in kernel.products.items()})
+    launched = [sum(kernel.runs for kernel in kernels) for _, _, kernels in each]
+    multiply = [(kernel, target) for _, target, kernels in each for kernel in kernels if kernel.products]
+    at_peak = sum(kernel.runs * roofline.peaks_of(kernel.products, target) for kernel, target in multiply)
+    taken = sum(roofline.kernel_seconds(kernel, target) for kernel, target in multiply)
+    driving = [_DRIVEN + _LAUNCH * count for count in launched]
+    return _Work(alone, likely, handing, driving, products, sum(launched), at_peak / taken if taken else 0.0)
 
 
 def _host_work(handing: Sequence[float], driving: Sequence[float], lanes: Sequence[int], num_kernels: int) -> HostWork:
@@ -472,21 +457,6 @@ def _parts_of(lines: _Lines, lowered: LoweredStep, stage_to_rank: Sequence[int],
     *found, added = (b - a for a, b in itertools.pairwise((0.0, *rising)))
     parts = Parts(*found)
     return parts._replace(copies=parts.copies + added), added
-
-
-def _visits(line: BoundLine) -> bool:
-    """Whether a line copies a part of the state to host memory or back; copies of an action are those of residuals."""
-    return line.copies is not None and line.action is None
-
-
-def _visits_of(lines: Sequence[BoundLine], alone: Sequence[float], sizes: Mapping[Name, int], added: float) -> VisitBound:
-    link, moved = Counter[tuple[Place, MemoryCopy]](), Counter[MemoryCopy]()
-    for line, seconds in zip(lines, alone, strict=True):
-        if _visits(line):
-            copies = cast("MemoryCopy", line.copies)
-            link[line.place, copies] += seconds  # pyright: ignore[reportArgumentType]
-            moved[copies] += sum(sizes[name] for name in line.outputs)
-    return VisitBound(added, max(link.values(), default=0.0), moved[MemoryCopy.TO_DEVICE], moved[MemoryCopy.TO_HOST])
 
 
 def _moving(line: BoundLine, places: Sequence[Place], sizes: Mapping[Name, int], target: GPU) -> float:

@@ -17,16 +17,15 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxpp.engine.engine import Engine
 from jaxpp.errors import ArgumentError
-from jaxpp.runtime.bind import BoundLine
+from jaxpp.observe.programs import step_programs
 from jaxpp.runtime.hlo import COLLECTIVES, Computations, HloInstruction, num_devices_of, parse_groups, parse_hlo
-from jaxpp.runtime.replica_groups import Mean
 from jaxpp.stages.axes import DATA
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.own_params import Joint
@@ -211,33 +210,15 @@ def _axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> tup
 
 def collectives_of(engine: Engine, batch: Batch, key: Key | None, num_other: int = 0) -> Collectives:
     """Read the programs of a step, each once; ``num_other`` are the bytes of other tasks' parameters, before they are sharded."""
-    plan, lowered = engine.plan("update", batch, key)
-    calls = [instruction.call for instruction in plan.instructions]
-    runs: Counter[tuple[str, int]] = Counter()
-    found: dict[tuple[str, int], tuple[Collective, ...]] = {}
-    for line, call in zip(lowered.bound.lines, calls, strict=True):
-        for label, program, shape in _programs(line, call):
-            name = label, id(program)
-            runs[name] += 1
-            if name not in found:
-                found[name] = read_collectives(program.as_text(), shape)
-    rows = tuple(ProgramCollective(name[0], runs[name], each) for name, collectives in found.items() for each in collectives)
+    rows = list[ProgramCollective]()
+    for each in step_programs(engine, batch, key, "update")[1]:
+        if sizes := dict(each.line.place.axis_sizes):  # it runs on several devices
+            label = f"{' and '.join(each.kinds)} of stage {each.line.stage}" if each.kinds else each.label
+            found = read_collectives(each.compiled.as_text() or "", sizes | {DATA: each.num_replicas})
+            rows += [ProgramCollective(label, each.runs, collective) for collective in found]
     params = engine.layout.params
     pairs = zip(engine.placed.names.all_params, jax.tree.leaves(params), strict=True)
     sizes = [engine.placement[name.stage].num_bytes(name.ref._replace(shared=False), aval) for name, aval in pairs]
     own = sizes[len(jax.tree.leaves(params.shared)) :] if isinstance(params, Joint) else []
     share = sum(own) / sum(map(count_bytes, jax.tree.leaves(params.task))) if own else 1.0
-    return Collectives(rows, sum(sizes) + round(share * num_other))
-
-
-def _programs(line: BoundLine, call: Any) -> list[tuple[str, Any, dict[str, int]]]:
-    """The label, the compiled program and the mesh of what a line runs on several devices."""
-    sizes = dict(line.place.axis_sizes)
-    if not sizes:
-        return []
-    if isinstance(call, Mean):
-        return [(f"{line.label}, {replicas}", program, sizes | {DATA: count}) for replicas, count, program in call.programs]
-    if line.program is None:
-        return []
-    label = f"{' and '.join(action.kind for action in line.actions)} of stage {line.stage}" if line.actions else line.label
-    return [(label, call, sizes)]
+    return Collectives(tuple(rows), sum(sizes) + round(share * num_other))

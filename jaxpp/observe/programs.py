@@ -17,13 +17,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar, overload
 
 import jax
 from jax.stages import Compiled
 
 from jaxpp.engine.engine import Engine
-from jaxpp.engine.outcome import Purpose
+from jaxpp.engine.outcome import LoweredStep, Purpose
 from jaxpp.errors import ArgumentError, shown
 from jaxpp.errors.tracebacks import entries
 from jaxpp.lowering.plan import Instruction
@@ -41,7 +41,7 @@ from jaxpp.tables import bytes_in_words, flops_in_words, fold_lines, html_remark
 from jaxpp.targets import GPU, compiles_only, device_name, target_of
 from jaxpp.types import Batch, Key
 
-__all__ = ["Kept", "ProgramRow", "ProgramTable", "WeightCopy", "programs_of"]
+__all__ = ["Kept", "ProgramRow", "ProgramTable", "StepProgram", "WeightCopy", "programs_of", "step_programs"]
 
 _WIDE = ("tensorfloat32", "float32", "float64")
 _NARROW = ("bfloat16", "float16", "float8", "int8")
@@ -386,22 +386,16 @@ class ProgramTable(_Summed, Sequence[ProgramRow]):
 
 def programs_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose) -> ProgramTable:
     """Read the compiled programs of a step, or of forwards, each once; of several processes, those of this one."""
-    with jax.debug_nans(False), jax.debug_infs(False):  # with which programs would be others, that look at their results
-        plan, lowered = engine.plan(purpose, batch, key)
-    runs: Counter[tuple[int, int]] = Counter()
-    kinds: dict[tuple[int, int], dict[Kind, None]] = {}
-    first: dict[tuple[int, int], tuple[str, BoundLine, Compiled]] = {}
-    shapes, paths = step_shapes(engine, lowered), lowered.step.cuts[0].loss.param_paths
-    for line, instruction in zip(lowered.bound.lines, plan.instructions, strict=True):
-        for name, compiled in _compiled(line, instruction):
-            at = line.stage, id(compiled)
-            runs[at] += 1
-            first.setdefault(at, (name, line, compiled))
-            kinds.setdefault(at, {}).update(dict.fromkeys(action.kind for action in line.actions))
-    ranks = engine.options.schedule.stage_to_rank
+    lowered, programs = step_programs(engine, batch, key, purpose)
+    shapes, paths, ranks = (
+        step_shapes(engine, lowered),
+        lowered.step.cuts[0].loss.param_paths,
+        engine.options.schedule.stage_to_rank,
+    )
     rows = []
-    for at, (name, line, compiled) in first.items():
-        row = ProgramRow(name, line.stage, ranks[line.stage], line.device, tuple(kinds[at]), runs[at], (), compiled=compiled)
+    for each in programs:
+        line, compiled = each.line, each.compiled
+        row = ProgramRow(each.name, line.stage, ranks[line.stage], line.device, each.kinds, each.runs, (), compiled=compiled)
         rows.append(_read(row, compiled, line, paths, shapes))
     remarked = [] if lowered.bound.numbers is None else ["the programs are those of this process, one of several"]
     if any(place.axis_sizes for place in engine.placement.places):
@@ -409,14 +403,42 @@ def programs_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose)
     return ProgramTable(tuple(rows), target_of(engine.options.devices[0]), tuple(remarked))
 
 
-def _compiled(line: BoundLine, instruction: Instruction) -> list[tuple[str, Compiled]]:
-    """The compiled programs that an instruction runs, and what they are called."""
+class StepProgram(NamedTuple):
+    """A compiled program of a step."""
+
+    name: str  # in a trace
+    label: str  # for people
+    line: BoundLine  # the first that runs it
+    compiled: Compiled
+    num_replicas: int  # that run it together
+    kinds: tuple[Kind, ...] = ()  # of the actions that it runs
+    runs: int = 0
+
+
+def step_programs(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose) -> tuple[LoweredStep, list[StepProgram]]:
+    """The different programs of each stage, in the order in which they first run, and the lines that run them."""
+    with jax.debug_nans(False), jax.debug_infs(False):  # with which programs would be others, that look at their results
+        plan, lowered = engine.plan(purpose, batch, key)
+    found: dict[tuple[int, int], StepProgram] = {}
+    for line, instruction in zip(lowered.bound.lines, plan.instructions, strict=True):
+        for each in _compiled(line, instruction):
+            at = line.stage, id(each.compiled)
+            known = found.get(at, each)
+            kinds = dict.fromkeys((*known.kinds, *(action.kind for action in line.actions)))
+            found[at] = known._replace(kinds=tuple(kinds), runs=known.runs + 1)
+    return lowered, list(found.values())
+
+
+def _compiled(line: BoundLine, instruction: Instruction) -> list[StepProgram]:
+    """The compiled programs that an instruction runs."""
     if isinstance(instruction.call, Mean):
-        return [(f"{line.label}, {replicas}", program) for replicas, _, program in instruction.call.programs]
+        named = [(f"{line.label}, {replicas}", count, program) for replicas, count, program in instruction.call.programs]
+        return [StepProgram(name, name, line, program, count) for name, count, program in named]
     if not isinstance(instruction.call, Compiled):
         return []
     unseen = line.program if compiles_only(line.place.devices[0]) else None  # by a trace: it has the name of its stage
-    return [(instruction.about.program if unseen is None else unseen.name, instruction.call)]
+    name = instruction.about.program if unseen is None else unseen.name
+    return [StepProgram(name, line.label, line, instruction.call, line.place.num_replicas)]
 
 
 def _read(row: ProgramRow, compiled: Compiled, line: BoundLine, paths: Sequence[str], shapes: Shapes) -> ProgramRow:
@@ -481,20 +503,14 @@ def _argument(name: str, values: dict[str, HloInstruction]) -> HloInstruction | 
 # --- waste ---
 
 _T = TypeVar("_T")
-
-
-class _Found(NamedTuple, Generic[_T]):
-    """A program with a waste."""
-
-    cost: float  # of the waste in a step, to tell where there is most of it
-    row: ProgramRow
-    what: _T
+_Found = tuple[float, ProgramRow, _T]
+"""The cost of a waste in a step, to tell where there is most of it; a program that has it; and what it is there."""
 
 
 def _ranked(found: Sequence[_Found[_T]]) -> tuple[ProgramRow, _T, list[str]]:
     """The program with the most of a waste, and what it is there; and the names of the others."""
-    first, *others = sorted(found, key=lambda each: each.cost, reverse=True)
-    return first.row, first.what, list(dict.fromkeys(each.row.name for each in others if each.row.name != first.row.name))
+    (_, worst, what), *others = sorted(found, key=lambda each: each[0], reverse=True)
+    return worst, what, list(dict.fromkeys(row.name for _, row, _ in others if row.name != worst.name))
 
 
 def _so(names: Sequence[str], one: str = "does", many: str = "do") -> str:
@@ -512,7 +528,7 @@ def _wide_products(programs: ProgramTable) -> str:
     for row in programs:
         own = {kind: flops for kind, flops in row.products.items() if kind in _WIDE}
         if own and sum(own.values()) >= _WIDE_PART * sum(row.products.values()):
-            found.append(_Found(row.runs * sum(own.values()), row, own))
+            found.append((row.runs * sum(own.values()), row, own))
     if not found:
         return ""
     worst, own, others = _ranked(found)
@@ -540,7 +556,7 @@ def _weight_copies(programs: ProgramTable) -> str:
     for row in programs:
         large = [each for each in row.copied if each.num_bytes >= _COPY_BYTES]
         if row.kinds and large:
-            found.append(_Found(row.runs * sum(each.runs * each.num_bytes for each in large), row, large))
+            found.append((row.runs * sum(each.runs * each.num_bytes for each in large), row, large))
     if not found:
         return ""
     worst, large, others = _ranked(found)
@@ -560,7 +576,7 @@ def _short_kernels(programs: ProgramTable) -> str:
     for row in programs:
         launch, least = (row.roofline.launch, row.roofline.seconds) if row.roofline else (0.0, 0.0)
         if launch > _LAUNCH_PART * least and row.runs * launch > _SEEN * whole:
-            found.append(_Found(row.runs * launch, row, launch / least))
+            found.append((row.runs * launch, row, launch / least))
     if not found:
         return ""
     worst, part, others = _ranked(found)
@@ -576,7 +592,7 @@ def _large_residuals(programs: ProgramTable) -> str:
     for row in programs:
         largest = max(row.residuals, key=lambda kept: kept.num_bytes, default=None)
         if largest and largest.num_bytes >= max(_KEPT_PART * row.temporaries, _KEPT_TIMES * row.activations):
-            found.append(_Found(largest.num_bytes, row, largest))
+            found.append((largest.num_bytes, row, largest))
     if not found:
         return ""
     worst, largest, others = _ranked(found)
@@ -600,7 +616,7 @@ def _may_be_scores(kept: Kept) -> bool:
 
 def _doubles(programs: ProgramTable) -> str:
     """Values of double precision anywhere."""
-    found = [_Found(row.runs * row.products.get("float64", 0), row, None) for row in programs if row.has_float64]
+    found = [(row.runs * row.products.get("float64", 0), row, None) for row in programs if row.has_float64]
     if not found:
         return ""
     worst, _, others = _ranked(found)

@@ -97,25 +97,23 @@ def _end(queues: "Sequence[_Queue]") -> None:
         queue.put(None)
 
 
-_Item = tuple[Execution, list[int], int, Instruction, Turn]
-"""A run, how many instructions of each of its lanes were handed over, and one to be handed over, with its number."""
+_Item = tuple[Execution, list[int], Instruction, Turn]
+"""A run, how many instructions of each of its lanes were handed over, and one to be handed over."""
 
 
 class _Handover:
     def __init__(self, parts: Iterable[tuple[Execution, Iterable[int]]]):
         self._items: dict[int, list[_Item]] = {}
-        self._done: dict[Execution, list[int]] = {}
         self._numbers: dict[Execution, list[int]] = {}
         self._before: dict[Execution, list[int]] = {}
         for run, part in parts:
             for number in part:
-                if run not in self._done:
+                if run not in self._numbers:
                     run.done = run.done or _handed_over(run.plan, number)
-                    self._done[run], self._numbers[run] = run.done, []
-                    self._before[run] = list(run.done)
+                    self._numbers[run], self._before[run] = [], list(run.done)
                 turn = run.plan.turns[number]
                 self._numbers[run].append(number)
-                self._items.setdefault(turn.lane, []).append((run, self._done[run], number, run.plan.instructions[number], turn))
+                self._items.setdefault(turn.lane, []).append((run, run.done, run.plan.instructions[number], turn))
         self._heard = {lane: threading.Condition() for lane in self._items}  # that a lane has handed over what others wait for
         self._caller = threading.Condition()
         self._news: SimpleQueue[None] = SimpleQueue()  # something for each change that the caller waits for
@@ -155,12 +153,11 @@ class _Handover:
     def _put_back(self) -> None:
         """Note of each run what is left to be handed over."""
         for run, numbers in self._numbers.items():
-            done, seen = self._done[run], self._before[run]
-            left = list[int]()
+            seen, left = self._before[run], list[int]()
             for number in numbers:
                 lane = run.plan.turns[number].lane
                 seen[lane] += 1
-                left += [number] * (seen[lane] > done[lane])
+                left += [number] * (seen[lane] > run.done[lane])
             run.left = iter(left)
 
     def _lane(self, items: Sequence[_Item]) -> None:
@@ -173,7 +170,7 @@ class _Handover:
             self._working += 1
         try:
             with set_aside(warns=False), nullcontext() if self._x64 == _x64(jax.config) else jax.enable_x64(self._x64):
-                for run, done, _, instruction, turn in items:
+                for run, done, instruction, turn in items:
                     value = None if turn.after else value  # what was sent may be let go while this lane waits
                     if not all(self._wait(done, other, count) for other, count in turn.after):
                         return

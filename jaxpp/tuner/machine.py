@@ -47,7 +47,7 @@ from jaxpp.options import Options
 from jaxpp.runtime.measure import copy_times, host_times
 from jaxpp.runtime.not_public import cudnn_of
 from jaxpp.runtime.place import axis_map, mesh_of_ranks, num_places
-from jaxpp.runtime.processes.channel import align_clocks, rows_of_all, texts_of_all
+from jaxpp.runtime.processes.channel import align_clocks, rows_of_all, told_by_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
@@ -356,7 +356,7 @@ class Devices:
         steps, _ = self._family(family)
         rooms = [room_of(steps.engine, None)]
         if not steps.engine.alone:
-            rooms = [json.loads(text) for text in texts_of_all(json.dumps(rooms[0]))]
+            rooms = told_by_all(rooms[0])
         room = min((each for each in rooms if each is not None), default=None)
         usual = steps.engine.options.schedule
         for schedule in (usual, one_at_a_time(usual)):
@@ -542,7 +542,7 @@ class _Results:
         self._path = folder / name if keep is not False and jax.process_index() == 0 else None
         self._found, self.remark = self._read()
         if several:
-            self._found, self.remark = json.loads(texts_of_all(json.dumps([self._found, self.remark]))[0])
+            self._found, self.remark = told_by_all([self._found, self.remark])[0]
 
     def get(self, kind: str, name: str) -> Any:
         """A result; None if there is none."""

@@ -509,6 +509,15 @@ def test_the_plan_of_steps_that_overlap_makes_what_the_steps_make():
     equal((found.state, found.loss, found.grad_norm), (pipe.engine.leaves(state.held), metrics.loss, metrics.grad_norm))
 
 
+def test_a_profile_of_steps_in_flow_has_both_actions_of_a_program():
+    pipe = pipeline(delay=1, stages=3, microbatches=4, fuse=True)
+    profile = pipe.profile(pipe.init(PARAMS, X), X, num_batches=2, num_steps=1)
+    assert (
+        set(profile.actions) == set(profile.schedule.order) and profile.schedule.rows == jaxpp.schedule.flow(pipe.schedule, 2).rows
+    )
+    assert all(sum(causes) == pytest.approx(idle) for causes, idle in zip(profile.causes, profile.idle, strict=True))
+
+
 def test_no_stage_waits_for_the_update_of_another():
     """Without a norm over all stages, the update of a stage needs nothing that another stage does but its backwards."""
     pipe = pipeline(optimizer=optax.adam(1e-2), stages=3, microbatches=4, delay=1)

@@ -42,6 +42,15 @@ def test_all_devices_count_once_and_so_does_each_product_on_them(monkeypatch, re
     assert np.isfinite(bound.seconds)
 
 
+def test_the_bound_is_that_of_programs_that_nobody_looks_into(monkeypatch):
+    monkeypatch.setattr(bounds, "target_of", lambda device: H100)
+    pipe = jaxpp.Pipeline(loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, devices=jax.devices()[:2])
+    pipe.abstract_state(SHAPES, BATCH)
+    with jax.debug_nans(True):  # whose programs look at their results
+        looked_at = bounds.bound_of(pipe.engine, BATCH, None)
+    assert looked_at.parts == bounds.bound_of(pipe.engine, BATCH, None).parts
+
+
 def test_copies_of_a_state_that_visits_hide_or_take_what_the_link_takes(monkeypatch):
     width, count = 64, 5
     shapes, batch = [jax.ShapeDtypeStruct((width, width), "float32")] * count, jax.ShapeDtypeStruct((4, width), "float32")

@@ -6,12 +6,15 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxpp
 from jaxpp.errors import ArgumentError
 from jaxpp.observe.collectives import Collective, Collectives, ProgramCollective, parse_groups, read_collectives
+from tests import models
 
 SIZES = {"data": 2, "model": 2}
 ALONG_DATA, ALONG_MODEL = {(0, 2), (1, 3)}, {(0, 1), (2, 3)}
@@ -265,6 +268,16 @@ def test_json_has_all_numbers_and_the_page_all_cells():
     assert html.escape("<f>") in page
     assert "<f>" not in page
     assert page.count("<th ") == 6 + 4
+
+
+def test_the_collectives_of_a_step_are_those_of_programs_that_nobody_looks_into():
+    pipe = jaxpp.Pipeline(
+        models.loss_fn, optax.sgd(0.1), num_stages=2, num_microbatches=2, data_parallel=2, devices=jax.devices()[:4]
+    )
+    pipe.init(models.PARAMS, models.X)
+    with jax.debug_nans(True):  # whose programs look at their results
+        found = pipe.collectives(models.X)
+    assert found.communicated > 0 and str(found) == str(pipe.collectives(models.X))
 
 
 def test_text_that_was_not_compiled_is_refused():

@@ -293,7 +293,8 @@ def test_a_send_lies_between_what_makes_and_what_reads_its_value():
     stamps = [Stamp(5 + 0.01 * k, 5.005 + 0.01 * k, 6.0) for k in range(6)]
     (runs,) = matched(PLAN, runs_of(TIMES), 1)
     runs = [run and Run(5 + run.start, 5 + run.end) for run in runs]  # on the clock of the stamps
-    spans = traced_spans(PLAN, runs, stamps, [0.1, 0.03, 0.1, 0.2, 0.9, 0.2], SCHEDULE)
+    stamps = [stamp._replace(run=run) for stamp, run in zip(stamps, runs, strict=True)]
+    spans = traced_spans(PLAN, stamps, [0.1, 0.03, 0.1, 0.2, 0.9, 0.2], SCHEDULE)
     assert [(s.rank, s.sends) for s in spans] == [(0, False), (1, True), (1, False), (1, False), (0, True), (0, False)]
     assert (spans[1].start, spans[1].end) == pytest.approx((0.1, 0.13)), "as long as alone"
     assert (spans[4].start, spans[4].end) == pytest.approx((0.45, 0.5)), "no longer than until it is read"
@@ -337,9 +338,10 @@ def test_what_the_tracer_slows_takes_no_longer_alone(monkeypatch):
 
 def test_without_a_tracer_a_program_takes_from_its_call_until_it_is_ready_and_a_send_from_when_the_host_went_on():
     stamps = tuple(Stamp(k, k + 0.5, k + 0.75) for k in range(6))  # a device that runs in the thread that calls it, say
-    assert SeenStep(0.0, 6.0, stamps).timed(PLAN).seconds == (0.75, 0.25, 0.75, 0.75, 0.25, 0.75)
+    assert SeenStep(0.0, 6.0, stamps).timed(PLAN).seconds == [0.75, 0.25, 0.75, 0.75, 0.25, 0.75]
     runs = (*[run and Run(*run) for run in TIMES[:4]], None, None)
-    assert SeenStep(0.0, 6.0, stamps, runs).timed(PLAN).seconds == pytest.approx((0.1, 0.25, 0.1, 0.2, 0.25, 0.75))
+    stamps = tuple(stamp._replace(run=run) for stamp, run in zip(stamps, runs, strict=True))
+    assert SeenStep(0.0, 6.0, stamps).timed(PLAN).seconds == pytest.approx([0.1, 0.25, 0.1, 0.2, 0.25, 0.75])
 
 
 def test_sends_of_what_one_program_makes_to_one_stage_take_the_same_time():

@@ -9,7 +9,6 @@ waits in host memory (``host="optimizer"``), then parameters and gradients too, 
 """
 
 import itertools
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from jaxpp.observe.evaluate import CandidateSearch, step_seconds
 from jaxpp.observe.memory.forecast import Forecast, again_of, check_room, forecast, forecast_of
 from jaxpp.observe.memory.liveness import MEMORY_KINDS, Liveness, liveness_in_flow, step_liveness
 from jaxpp.runtime.measure import action_times, copy_times
-from jaxpp.runtime.processes.channel import texts_of_all
+from jaxpp.runtime.processes.channel import told_by_all
 from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.offload import offloads
 from jaxpp.stages.remat import Offload, offload_of, policies_of
@@ -152,7 +151,7 @@ class _Search:
         peaks = tuple(self.forecast(choice).peaks.values())
         if self.first.alone:
             return peaks
-        return tuple(map(max, zip(*map(json.loads, texts_of_all(json.dumps(peaks))), strict=True)))
+        return tuple(map(max, zip(*told_by_all(peaks), strict=True)))
 
     def peaks(self, choice: _Choice) -> dict[Device, int]:
         devices = dict.fromkeys(place.shown for place in self.first.placement.by_rank)

@@ -8,7 +8,6 @@ so these are also the moments of the device. For what a compiled program needs b
 
 import dataclasses
 import itertools
-import json
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from jaxpp.lowering.builder import CALLER, MemoryCopy, Name
 from jaxpp.runtime.bind import Bound, BoundLine, Shapes, compile_lines
 from jaxpp.runtime.compile import Programs
 from jaxpp.runtime.place import Place, Placement
-from jaxpp.runtime.processes.channel import texts_of_all
+from jaxpp.runtime.processes.channel import told_by_all
 from jaxpp.runtime.send import by_replica
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.shardings import sharded_axes
@@ -350,8 +349,7 @@ def program_needs(engine: Engine, batch: Batch, key: Tree) -> Needs:
     own = engine.plan("update", batch, key)[1].bound
     needs = dict(zip(own.numbers or range(len(own.lines)), temporaries(own, engine.programs), strict=True))
     if not engine.alone:
-        tables = [json.loads(text) for text in texts_of_all(json.dumps(needs))]
-        needs = {int(number): size for table in tables for number, size in table.items() if size} | needs
+        needs = {int(number): size for table in told_by_all(needs) for number, size in table.items() if size} | needs
     lines = engine.lower("update", batch, key).bound.lines
     return {_program_key(line): needs.get(number, 0) for number, line in enumerate(lines) if line.program is not None}
 

@@ -11,15 +11,15 @@ send between processes is handed over by both sides: it begins no earlier than e
 
 import contextlib
 import itertools
-import json
 import math
 import os
 import statistics
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -49,10 +49,11 @@ from jaxpp.runtime.bind import Bound, BoundLine
 from jaxpp.runtime.execute import Observer
 from jaxpp.runtime.interrupts import held
 from jaxpp.runtime.place import Place, devices_of
-from jaxpp.runtime.processes.channel import Alignment, align_clocks, texts_of_all
+from jaxpp.runtime.processes.channel import Alignment, align_clocks, told_by_all
 from jaxpp.runtime.processes.here import processes_of
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
+from jaxpp.schedule.flow import flow
 from jaxpp.schedule.validate import check_counts
 from jaxpp.types import Array, Batch, Device, Key, Leaf, Tree
 
@@ -67,19 +68,21 @@ class SeenStep(NamedTuple):
     begun: float  # when the host began
     ended: float  # when all results were there
     stamps: tuple[Stamp, ...] = ()  # of each line; empty if nobody looked
-    runs: tuple[Run | None, ...] = ()  # of each line the run of its program; None for a send, and empty without a trace
-    seconds: tuple[float, ...] = ()  # how long each line took, if each waited for the one before
+
+    @property
+    def seconds(self) -> list[float]:
+        """How long each line took, if each waited for the one before."""
+        return [stamp.seconds for stamp in self.stamps]
 
     def timed(self, plan: Plan) -> "SeenStep":
         """With the seconds of each line: of a program by the trace, or from its call until its results were there."""
-        runs = self.runs or [None] * len(self.stamps)
-        seen = zip(plan.instructions, self.stamps, runs, strict=True)
-        return self._replace(seconds=tuple(_seconds(*each) for each in seen))
+        seen = zip(plan.instructions, self.stamps, strict=True)
+        return self._replace(stamps=tuple(stamp._replace(seconds=_seconds(line, stamp)) for line, stamp in seen))
 
 
-def _seconds(line: Instruction, stamp: Stamp, run: Run | None) -> float:
-    if run is not None:
-        return run.end - run.start
+def _seconds(line: Instruction, stamp: Stamp) -> float:
+    if stamp.run is not None:
+        return stamp.run.end - stamp.run.start
     return stamp.done - stamp.begun if line.about.program else _sent(stamp)
 
 
@@ -107,43 +110,37 @@ class AllProcesses:
         read = [name for line in self._bound.lines for name in (*line.inputs, *line.outputs)]
         self._names = list(dict.fromkeys([*whole.bound.inputs, *self._bound.constants, *read]))
         self.plan = _plan_of(self._bound)
-        told = [json.loads(text) for text in texts_of_all(json.dumps(list(self._numbers)))]
+        told = told_by_all(list(self._numbers))
         self._places = [{number: k for k, number in enumerate(numbers)} for numbers in told]
 
     def seen(self, mine: Seen) -> Seen:
         """What all processes saw, of all lines."""
         shift = self._clock.offset
-        steps = [
-            {
-                "at": [step.begun + shift, step.ended + shift],
-                "stamps": [[time + shift for time in stamp[:3]] for stamp in step.stamps],
-                "runs": [run and [time + shift for time in run] for run in step.runs],
-                "seconds": step.seconds,
-            }
-            for step in mine.steps
-        ]
+
+        def told_of(stamp: Stamp) -> list[Any]:
+            return [*(time + shift for time in stamp[:3]), stamp.run and [time + shift for time in stamp.run], stamp.seconds]
+
+        steps = [{"at": [step.begun + shift, step.ended + shift], "stamps": list(map(told_of, step.stamps))} for step in mine.steps]
         error = mine.error + self._clock.error
-        texts = texts_of_all(json.dumps({"steps": steps, "missing": mine.missing, "error": error}))
-        told: list[dict[str, Any]] = [json.loads(text) for text in texts]
+        told = told_by_all({"steps": steps, "missing": mine.missing, "error": error})
         missing = [f"process {k}: {each['missing']}" for k, each in enumerate(told) if each["missing"]]
         found = [self._step([each["steps"][k] for each in told]) for k in range(len(mine.steps))]
         return Seen(tuple(found), missing[0] if missing else "", sum(sorted(each["error"] for each in told)[-2:]))
 
     def _step(self, told: Sequence[Mapping[str, Any]]) -> SeenStep:
         begun, ended = min(each["at"][0] for each in told), max(each["at"][1] for each in told)
-        stamps, runs, seconds = list[Stamp](), list[Run | None](), list[float]()
+        stamps = list[Stamp]()
         for number, line in enumerate(self._bound.lines if told[0]["stamps"] else ()):
             givers, owners = self._of(number, line)
             seen = {k: told[k]["stamps"][self._places[k][number]] for k in {*givers, *owners}}
-            first = min(givers or owners, key=lambda k, seen=seen: seen[k])
-            asked, done = (max(seen[k][at] for k in owners) for at in (1, 2))
-            begins, handed, _ = seen[first]
-            stamps.append(Stamp(begins, handed, max(done, handed), asked if givers else -math.inf, first))
-            mine, took = ([told[k][what][self._places[k][number]] for k in owners if told[k][what]] for what in ("runs", "seconds"))
-            there = [run for run in mine if run is not None]
-            runs.append(Run(min(run[0] for run in there), max(run[1] for run in there)) if there else None)
-            seconds.append(_sent(stamps[-1]) if givers else max(took, default=0.0))
-        return SeenStep(begun, ended, tuple(stamps), tuple(runs) if all(each["runs"] for each in told) else (), tuple(seconds))
+            first = min(givers or owners, key=lambda k, seen=seen: seen[k][:3])
+            asked, done, took = (max(seen[k][at] for k in owners) for at in (1, 2, 4))
+            begins, handed, *_ = seen[first]
+            runs = [seen[k][3] for k in owners if seen[k][3]]
+            run = Run(min(run[0] for run in runs), max(run[1] for run in runs)) if runs else None
+            stamp = Stamp(begins, handed, max(done, handed), asked if givers else -math.inf, first, run, took)
+            stamps.append(stamp._replace(seconds=_sent(stamp)) if givers else stamp)
+        return SeenStep(begun, ended, tuple(stamps))
 
     def _of(self, number: int, line: BoundLine) -> tuple[list[int], list[int]]:
         """The processes that give what a line sends between processes, and those that run it or receive it."""
@@ -178,8 +175,7 @@ class AllProcesses:
         }
         lives, hosted, samples = list[Life](), list[Life](), list[Sample]()
         stats, extra = dict[Device, Mapping[str, int]](), [0] * len(self._bound.lines)
-        for process, text in enumerate(texts_of_all(json.dumps(said, default=int))):
-            each = json.loads(text)
+        for process, each in enumerate(told_by_all(said)):
             for number, device, *rest in each["lives"]:
                 name = self._names[number]
                 (hosted if name.ref.waits else lives).append(Life(name, devices[device], *rest))
@@ -193,19 +189,13 @@ class AllProcesses:
 
 
 def _plan_of(bound: Bound) -> Plan:
-    """The lines of all processes as a plan, of which nothing can be run; each value has a slot of its own."""
-    slots: dict[Name, int] = {}
-    lines = []
+    """The lines of all processes as a plan, of which nothing can be run."""
+    lines = list[_Named]()
     for line in bound.lines:
-        reads, writes = (tuple(slots.setdefault(name, len(slots)) for name in names) for names in (line.inputs, line.outputs))
-        call, name = (_elsewhere, "") if line.program is None else (line.program.function, line.program.name)
+        call, name = (tuple, "") if line.program is None else (line.program.function, line.program.name)
         about = About(line.device, line.stage, line.action, line.is_send, name, -1, line.copies, line.fused)
-        lines.append(Instruction(line.label, call, reads, writes, (), about))
-    return Plan(tuple(lines), len(slots), (), (), (), len(lines))
-
-
-def _elsewhere(*_: Array) -> Sequence[Array]:
-    raise AssertionError("a plan that is only looked at is not run")
+        lines.append((Instruction(line.label, call, (), (), (), about), line.inputs, line.outputs))
+    return _plan_of_names(lines)
 
 
 class Stamps:
@@ -332,8 +322,7 @@ class Flowing(Steps):
         one, lowered = engine.plan("update", batch, key)
         order = cast("Flow", lowered.bound.flow).lines(num_steps)
         self.plan, self.lanes = self.watched_plan(watched=False), [one.turns[k].lane for _, k in order if one.turns]
-        name, owner = self.engine.options.schedule.name, self.engine.options.schedule.stage_to_rank
-        self.schedule = schedule_of(self.plan, owner, f"{name}, {num_steps} steps in flow")
+        self.schedule = flow(self.schedule, num_steps)
 
     def run(self, observer: Observer | None = None, *, watched: bool = False) -> Tree:
         """Hand all steps over; what they report is waited for too."""
@@ -391,8 +380,7 @@ class Forwards(Work):
 
     def _joined(self, plan: Plan) -> Plan:
         _, lowered = self.engine.plan("forward", self.batch, self.keys[0])
-        count = len(lowered.step.sizes)
-        return join_plans([plan] * len(self.keys), [count * k for k in range(len(self.keys))])
+        return join_plans([(plan, lowered.bound, len(lowered.step.sizes))] * len(self.keys))
 
 
 def run_once(work: Work, observer: Stamps | Watch | None = None, *, watched: bool = False) -> tuple[SeenStep, Run]:
@@ -439,7 +427,7 @@ def record(work: Work, num_steps: int, clock: Clock | None) -> Profile:
     if seen.missing:
         together, found = _watched(work, num_steps, all_processes, plan, seen.missing)
     else:
-        found = [traced_spans(plan, step.runs, step.stamps, alone, schedule) for step in together]
+        found = [traced_spans(plan, step.stamps, alone, schedule) for step in together]
     lengths = [step.ended - step.begun for step in together]
     cost = statistics.median(lengths) / statistics.median(step.ended - step.begun for step in plain)
     ledger = work.ledger()
@@ -482,10 +470,11 @@ def _seen(work: Work, num_steps: int) -> Seen:
         for (_, window), begun in zip(found, read.steps, strict=True)
     ]
     error, offset = min(clocks)
-    traced = [
-        step._replace(runs=tuple(run and Run(*(time + begun + offset for time in run)) for run in each)).timed(work.plan)
-        for (step, _), begun, each in zip(found, read.steps, runs, strict=True)
-    ]
+    traced = list[SeenStep]()
+    for (step, _), begun, each in zip(found, read.steps, runs, strict=True):
+        on_host = [run and Run(*(time + begun + offset for time in run)) for run in each]
+        stamps = tuple(stamp._replace(run=run) for stamp, run in zip(step.stamps, on_host, strict=True))
+        traced.append(step._replace(stamps=stamps).timed(work.plan))
     return Seen((*plain, *alone, *traced), "", error)
 
 
@@ -529,85 +518,77 @@ def _watched(
     return found, [watched_spans(plan, step.stamps, work.schedule) for step in found]
 
 
-class _Whole:
-    """Plans one after another as one to look at, not to run: each value has a slot of its own."""
-
-    def __init__(self, size: int = 0):
-        self.lines, self.size = list[Instruction](), size
-
-    def add(self, line: Instruction, slots: dict[int, int], first: int) -> Instruction:
-        """Append a line of a plan whose values lie in ``slots``, by its numbers, and whose microbatches count from ``first``."""
-        reads = tuple(slots[slot] if slot in slots else self._new(slots, slot) for slot in line.inputs)
-        writes = tuple(self._new(slots, slot) for slot in line.outputs)
-        label, about = line.label, line.about
-        if about.action is not None:
-            action, fused = cast("Action", about.action), about.fused
-            known = action._replace(microbatch=first + action.microbatch)
-            if fused is not None:
-                behind = fused.action._replace(microbatch=first + fused.action.microbatch)
-                label, fused = label.replace(str(fused.action), str(behind)), fused._replace(action=behind)
-            label, about = label.replace(str(action), str(known)), about._replace(action=known, fused=fused)
-        self.lines.append(Instruction(label, line.call, reads, writes, (), about))
-        return self.lines[-1]
-
-    def _new(self, slots: dict[int, int], slot: int) -> int:
-        self.size += 1
-        slots[slot] = self.size
-        return self.size
-
-    @property
-    def plan(self) -> Plan:
-        return Plan(tuple(self.lines), self.size + 1, (), (), (), len(self.lines))
+_Named = tuple[Instruction, Iterable[Hashable], Iterable[Hashable]]  # and what the values are called that it reads and writes
 
 
-def join_plans(plans: Sequence[Plan], firsts: Sequence[int], awaits: Mapping[int, int] | None = None) -> Plan:
-    """Plans one after another as one to look at, not to run; ``firsts`` are the numbers of their first microbatches.
+def _plan_of_names(lines: Iterable[_Named]) -> Plan:
+    """Instructions as a plan to look at, not to run: each name is a slot of its own."""
+    slots = defaultdict[Hashable, int](itertools.count().__next__)
+    made = tuple(
+        line._replace(inputs=tuple(slots[name] for name in reads), outputs=tuple(slots[name] for name in writes), free=())
+        for line, reads, writes in lines
+    )
+    return Plan(made, len(slots), (), (), (), len(made))
+
+
+def _later(line: Instruction, first: int) -> Instruction:
+    """The instruction with its microbatches counted from ``first``."""
+    label, about = line.label, line.about
+    if about.action is None:
+        return line
+    action, fused = cast("Action", about.action), about.fused
+    if fused is not None:
+        behind = fused.action._replace(microbatch=first + fused.action.microbatch)
+        label, fused = label.replace(str(fused.action), str(behind)), fused._replace(action=behind)
+    later = action._replace(microbatch=first + action.microbatch)
+    return line._replace(label=label.replace(str(action), str(later)), about=about._replace(action=later, fused=fused))
+
+
+def join_plans(parts: Sequence[tuple[Plan, Bound, int]], awaits: Mapping[int, int] = MappingProxyType({})) -> Plan:
+    """Plans one after another as one to look at, not to run; each with its names, and the number of its microbatches.
 
     Of plans that are passes of sequences side by side, and take tokens last: pass k takes the first result of pass ``awaits[k]``.
     """
-    whole, made = _Whole(), dict[int, int]()
-    for plan, first, following in zip(plans, firsts, [*firsts[1:], None], strict=False):
-        count = 1 if awaits is None or following is None else following - first
-        makers = {} if awaits is None else {k: awaits[first + k] for k in range(count) if first + k in awaits}
-        slots = {plan.inputs[k - count]: made[maker] for k, maker in makers.items()}
-        tokens = {made[maker]: maker for maker in makers.values()}
-        for line in plan.instructions:
-            added = whole.add(line, slots, first)
-            token = next((slot for slot in added.inputs if slot in tokens), None)
-            if line.about.sends and added.about.action is None and token is not None:
-                known = Action(max(other.about.stage for other in plan.instructions), Kind.F, tokens[token])
-                whole.lines[-1] = added._replace(label=f"token of {known}", about=added.about._replace(action=known))
-        for k in range(count if plan.outputs else 0):
-            made[first + k] = slots.get(plan.outputs[k * len(plan.outputs) // count], 0)
-    return whole.plan
+    lines, made, first = list[_Named](), dict[int, Hashable](), 0
+    given = dict[Hashable, Hashable]()  # for each token that a pass takes, the result that it is
+    for plan, bound, count in parts:
+        tokens = {bound.inputs[k - count]: awaits[first + k] for k in range(count) if first + k in awaits}
+        given |= {(first, name): made[maker] for name, maker in tokens.items()}
+        for line, own in zip(plan.instructions, bound.lines, strict=True):
+            known, token = _later(line, first), next((tokens[name] for name in own.inputs if name in tokens), None)
+            if own.is_send and own.action is None and token is not None:
+                action = Action(len(bound.placement.places) - 1, Kind.F, token)
+                known = known._replace(label=f"token of {action}", about=known.about._replace(action=action))
+            reads, writes = ([given.get((first, name), (first, name)) for name in names] for names in (own.inputs, own.outputs))
+            lines.append((known, reads, writes))
+        for k in range(count if bound.outputs else 0):
+            name = first, bound.outputs[k * len(bound.outputs) // count]
+            made[first + k] = given.get(name, name)
+        first += count
+    return _plan_of_names(lines)
 
 
 def flowing_plan(plan: Plan, lowered: LoweredStep, num_steps: int) -> Plan:
     """Steps in flow as one plan to look at, not to run: each takes the state of the one before it."""
-    flow, count = cast("Flow", lowered.bound.flow), len(lowered.step.sizes)
-    made = lowered.outcome(cast("Sequence[Array]", plan.outputs)).state.flat()  # where a step has what is the next one's state
-    state = lowered.tree.unflatten(lowered.bound.outputs).state.map(lambda name: cast("bool | None", name in flow.late))
-    late = state.with_own([None] * len(state.own), state).flat()  # a set of the next step is another
-    left, whole = [len(plan.instructions)] * num_steps, _Whole(len(plan.inputs))
-    slots = [{slot: k for k, slot in enumerate(plan.inputs, 1)}, *(dict[int, int]() for _ in range(num_steps - 1))]
+    bound, count, made = lowered.bound, len(lowered.step.sizes), lowered.tree.unflatten(lowered.bound.outputs).state
+    state = made.with_own([None] * len(made.own), made).flat()  # a set of the next step is another
+    before = {name: source for name, source in zip(bound.inputs, state) if source is not None}  # noqa: B905  (the batch comes behind)
 
-    def hand_on(step: int, *, late_ones: bool) -> None:
-        for slot, source, is_late in zip(plan.inputs, cast("list[int]", made), late):  # noqa: B905  (the batch comes behind)
-            if is_late == late_ones:
-                slots[step][slot] = slots[step - 1][source]
+    def called(name: Name, step: int) -> Hashable:
+        while step and name in before:
+            step, name = step - 1, before[name]
+        return step, name
 
-    for step, number in flow.lines(num_steps):
-        if number == 0 and step:
-            hand_on(step, late_ones=False)
-        whole.add(plan.instructions[number], slots[step], step * count)
-        left[step] -= 1
-        if not left[step] and step + 1 < num_steps:
-            hand_on(step + 1, late_ones=True)
-    return whole.plan
+    order = cast("Flow", bound.flow).lines(num_steps)
+    named = ((step, plan.instructions[number], bound.lines[number]) for step, number in order)
+    return _plan_of_names(
+        (_later(line, step * count), [called(name, step) for name in own.inputs], [called(name, step) for name in own.outputs])
+        for step, line, own in named
+    )
 
 
 def schedule_of(plan: Plan, stage_to_rank: Sequence[int], name: str) -> Schedule:
-    """The order in which the actions of a plan are handed over, as a schedule."""
+    """The order in which the actions of forwards are handed over, as a schedule."""
     rows: list[list[Action]] = [[] for _ in range(max(stage_to_rank) + 1)]
     for line in plan.instructions:
         if line.about.action is not None and not line.about.sends:
@@ -677,7 +658,7 @@ def from_trace(folder: str | os.PathLike[str], pipe: Any, batch: Batch, key: Key
         raise ArgumentError(where, rule, str(error), fix) from None
     schedule = engine.options.schedule
     alone = durations_of(plan, [[0.0 if run is None else run.end - run.start for run in step] for step in found])
-    steps = [traced_spans(plan, step, (), alone, schedule) for step in found]
+    steps = [traced_spans(plan, [Stamp(run=run) for run in step], alone, schedule) for step in found]
     lengths = [max(span.end for span in spans) for spans in steps]
     spans = steps[typical(steps)], isolated_spans(plan, alone, schedule)
     ledger, ranks = Ledger(step_liveness(engine, lowered), (), {}), engine.placement.ranks_shown

@@ -36,13 +36,15 @@ class Span(NamedTuple):
 
 
 class Stamp(NamedTuple):
-    """When something happened to an instruction, on the host's clock."""
+    """What was seen of an instruction, on the host's clock; of a step at which nobody looked, nothing."""
 
-    begun: float  # when the host began to hand it over
-    handed: float  # when the host went on
-    done: float  # when the result was there
+    begun: float = 0.0  # when the host began to hand it over
+    handed: float = 0.0  # when the host went on
+    done: float = 0.0  # when the result was there
     asked: float = -math.inf  # for a send between processes, when the host of the process that receives it had asked for it
     process: int = 0  # whose host it was; the one that sends, of two
+    run: Run | None = None  # of its program, in the trace
+    seconds: float = 0.0  # how long it took, if each instruction waited for the one before
 
 
 def covered(spans: Iterable[Span]) -> float:
@@ -127,15 +129,11 @@ def line_times(
 
 def isolated_spans(plan: Plan, durations: Sequence[float], schedule: Schedule) -> tuple[Span, ...]:
     """The instructions on devices of their own, each as long as it takes alone; a rank has a link to host memory and one back."""
-    return _spans(plan, schedule, (), line_times(plan, durations, schedule.stage_to_rank))
+    return _spans(plan, schedule, [Stamp()] * len(durations), line_times(plan, durations, schedule.stage_to_rank))
 
 
-def traced_spans(
-    plan: Plan, runs: Sequence[Run | None], stamps: Sequence[Stamp], durations: Sequence[float], schedule: Schedule
-) -> tuple[Span, ...]:
-    """The instructions of a step as a trace has them; without ``stamps`` it is not known when the host handed them over.
-
-    Runs are on the clock of the stamps; without any, from the beginning of the step.
+def traced_spans(plan: Plan, stamps: Sequence[Stamp], durations: Sequence[float], schedule: Schedule) -> tuple[Span, ...]:
+    """The instructions of a step as a trace has them; runs are on the clock of the stamps, if these have one.
 
     A send is no program, nor is a copy to host memory or back: it begins when it was handed over and its source is there, and takes
     as long as alone, but no longer than until a program begins that reads what it brings.
@@ -144,11 +142,11 @@ def traced_spans(
 
     def times_of(number: int, line: Instruction, ready: float) -> tuple[float, float]:
         del line
-        run = runs[number]
-        if run is not None:
-            return run.start - zero, run.end - zero
-        start = max(ready, stamps[number].begun - zero, stamps[number].asked - zero) if stamps else ready
-        reads = [found.start - zero for k in readers[number] if (found := runs[k]) is not None]
+        stamp = stamps[number]
+        if stamp.run is not None:
+            return stamp.run.start - zero, stamp.run.end - zero
+        start = max(ready, stamp.begun - zero, stamp.asked - zero)
+        reads = [run.start - zero for k in readers[number] if (run := stamps[k].run) is not None]
         return start, max(start, min([start + durations[number], *reads]))
 
     return _spans(plan, schedule, stamps, _times(plan, times_of))
@@ -187,7 +185,7 @@ def _times(plan: Plan, times_of: Callable[[int, Instruction, float], tuple[float
 def _spans(plan: Plan, schedule: Schedule, stamps: Sequence[Stamp], times: Sequence[tuple[float, float]]) -> tuple[Span, ...]:
     spans, zero = [], beginning(stamps)
     for number, (line, (start, end)) in enumerate(zip(plan.instructions, times, strict=True)):
-        begun, handed, _, _, process = stamps[number] if stamps else Stamp(zero, zero, zero)
+        begun, handed, process = stamps[number].begun, stamps[number].handed, stamps[number].process
         about, action = line.about, cast("Action | None", line.about.action)
         where = schedule.stage_to_rank[about.stage], about.sends
         if about.fused is None:
@@ -201,8 +199,8 @@ def _spans(plan: Plan, schedule: Schedule, stamps: Sequence[Stamp], times: Seque
 
 
 def beginning(stamps: Sequence[Stamp]) -> float:
-    """When the first host began, from which the times of a step are counted; 0 without stamps."""
-    return min((stamp.begun for stamp in stamps), default=0.0)
+    """When the first host began, from which the times of a step are counted."""
+    return min(stamp.begun for stamp in stamps)
 
 
 def _readers(plan: Plan) -> list[list[int]]:

@@ -320,10 +320,14 @@ def texts_of_all(text: str) -> tuple[str, ...]:
     return _channel().exchange(text, "an exchange between processes")
 
 
+def told_by_all(said: object) -> list[Any]:
+    """What each process says, as JSON has it; every process calls this, in the same order."""
+    return [json.loads(text) for text in texts_of_all(json.dumps(said, default=int))]
+
+
 def rows_of_all(values: np.ndarray) -> np.ndarray:
     """What each process passes, a row each, of equal shapes and types; every process calls this, in the same order."""
-    texts = texts_of_all(base64.b64encode(values.tobytes()).decode())
-    return np.stack([np.frombuffer(base64.b64decode(text), values.dtype).reshape(values.shape) for text in texts])
+    return np.stack([np.array(told, values.dtype).reshape(values.shape) for told in told_by_all(values.tolist())])
 
 
 def begin_together() -> None:
@@ -341,7 +345,7 @@ def raise_alike(where: str, check: Callable[[], None], kind: type[JaxppError]) -
         check()
     except Exception as raised:  # noqa: BLE001  (the others must not wait for this process)
         error, said = raised, {"parts": raised.parts} if isinstance(raised, kind) else {"failed": _in_one_line(raised)}
-    told = [json.loads(text) for text in texts_of_all(json.dumps(said))]
+    told = told_by_all(said)
     first = next((process for process, other in enumerate(told) if "parts" in other), None)
     if error is not None and (not isinstance(error, kind) or first == jax.process_index()):
         raise error
