@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
-from jaxpp.engine.tail import Rest, Tail
+from jaxpp.engine.tail import Tail
 from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import CutError, ParamsError, StateError, is_count, shown
 from jaxpp.errors.checks import refuse_tracers
@@ -35,6 +35,8 @@ from jaxpp.types import Array, Aval, Device, Home, Leaf, Params, Tree
 
 _T = TypeVar("_T", bound="State | Metrics")
 
+_Read = Callable[[Outcome[Array]], Mapping[str, Tree]]
+
 _RESTORE = "checkpointer.restore(path, pipe.abstract_state(...))"
 
 
@@ -51,20 +53,32 @@ class _Field:
 class _OfStep:
     """What a step makes; some of its fields may be left to the rest of the step until somebody looks at one of them."""
 
-    _unfinished: ClassVar[Rest | None] = None  # what makes them, if that is left to do
+    _unfinished: ClassVar[tuple[Tail, _Read] | None] = None  # what makes them, if that is left to do
 
     def _kept(self, name: str) -> Tree:
         """A field as it is kept; the rest of the step that makes it is handed over if that is left to do."""
         if (rest := self._unfinished) is not None:  # another thread may hand it over at the same time
-            for each, value in rest.values().items():
-                object.__setattr__(self, f"_{each}", value)
-            object.__setattr__(self, "_unfinished", None)  # the rest of the step is held no longer
+            with rest[0].looking():
+                self._take(rest[0].outcome())
         return getattr(self, f"_{name}" if hasattr(self, f"_{name}") else name)
 
+    def _take(self, outcome: Outcome[Array]) -> None:
+        if (rest := self._unfinished) is not None:
+            for each, value in rest[1](outcome).items():
+                object.__setattr__(self, f"_{each}", value)
+            object.__setattr__(self, "_unfinished", None)  # the rest of the step is held no longer
 
-def left_to(rest: Rest, made: _T) -> _T:
-    """A new state, or metrics, whose fields that the rest of a step makes are there when somebody looks at one of them."""
-    object.__setattr__(made, "_unfinished", rest)
+
+def left_to(tail: Tail, read: _Read, made: _T, *, at_once: bool = False) -> _T:
+    """A new state, or metrics, some of whose fields the rest of a step makes; ``read`` finds them in what the step returns.
+
+    They are there when somebody looks at one of them; ``at_once``: as soon as the rest has been handed over, even if nobody looks,
+    since what is kept then holds no state.
+    """
+    object.__setattr__(made, "_unfinished", (tail, read))
+    if at_once:
+        known = weakref.ref(made)  # or the two would hold one another, and all arrays of the step until a garbage collection
+        tail.then.append(lambda outcome: None if (there := known()) is None else there._take(outcome))
     return made
 
 
@@ -202,7 +216,7 @@ def settle(state: State) -> None:
 def tail_of(state: object, engine: Engine) -> Tail | None:
     """What is left of the step of this engine that made a state, if anything is."""
     rest = state._unfinished if isinstance(state, State) else None
-    tail = None if rest is None else rest.tail
+    tail = None if rest is None else rest[0]
     return tail if tail is not None and tail.engine is engine and not tail.ended else None
 
 
@@ -422,8 +436,7 @@ class States:
             leaves = outcome.state if held else outcome.state.shared
             return dict(zip(_PARTS, self.parts(leaves), strict=True))
 
-        rest = Rest(tail, read)
-        return left_to(rest, _of_parts([()] * len(_PARTS), step))
+        return left_to(tail, read, _of_parts([()] * len(_PARTS), step))
 
     def wrap(self, groups: Leaves[Array], step: int | None = 0) -> State:
         """The state that has these leaves, each on its owner, after so many steps; None: it is not counted."""
