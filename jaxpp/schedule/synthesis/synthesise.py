@@ -56,8 +56,8 @@ def synthesise(  # noqa: PLR0913  (the costs of everything)
     """The shortest schedule that is found for given costs: ``jaxpp.schedule.make`` for stages that differ.
 
     On the clock of ``simulate`` it is, but for rounding, never longer than any schedule of the registry that has these stages and
-    fits: the search begins with those, and keeps the shortest order. Equal arguments give equal schedules, in every process: nothing is random, and nothing is timed. Costs are as for ``simulate``: one
-    number, or one for each stage.
+    fits: the search begins with those, and keeps the shortest order. Equal arguments give equal schedules, in every process:
+    nothing is random, and nothing is timed. Costs are as for ``simulate``: one number, or one for each stage.
 
     Args:
         num_ranks: ranks, at least 1.
