@@ -41,13 +41,23 @@ _RESTORE = "checkpointer.restore(path, pipe.abstract_state(...))"
 
 
 class _Field:
-    """A field of a dataclass that is seen otherwise than it is kept."""
+    """A field of a dataclass that is seen otherwise than it is kept: as ``see`` finds it by its name."""
+
+    def __init__(self, see: Callable[[Any, str], Tree], *default: Tree):
+        self._see, self._default = see, default
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name, self._kept_as = name, f"_{name}"
+        self._name = name
 
     def __set__(self, of: object, value: Tree) -> None:
-        object.__setattr__(of, self._kept_as, value)  # the dataclass is frozen
+        object.__setattr__(of, f"_{self._name}", value)  # the dataclass is frozen
+
+    def __get__(self, of: object, owner: type | None = None) -> Tree:
+        if of is not None:
+            return self._see(of, self._name)
+        if not self._default:
+            raise AttributeError(self._name)  # a field without a default, for dataclass
+        return self._default[0]
 
 
 class _OfStep:
@@ -82,31 +92,20 @@ def left_to(tail: Tail, read: _Read, made: _T, *, at_once: bool = False) -> _T:
     return made
 
 
-class _Part(_Field):
-    """A part of a state: kept as the pipeline holds it, seen with whole leaves; stand-ins for those of several processes."""
-
-    def __init__(self, *default: Tree):
-        self._default = default
-
-    def __get__(self, state: "State | None", owner: type | None = None) -> Tree:
-        if state is not None:
-            return _whole(state, self._name)
-        if not self._default:
-            raise AttributeError(self._name)  # a field without a default, for dataclass
-        return self._default[0]
+def _whole(state: "State", name: str) -> Tree:
+    """A part of a state, which is kept as the pipeline holds it, with whole leaves; stand-ins for those of several processes."""
+    return assembled(state._kept(name), stand_in_for if are_across(state.held) else None)
 
 
-class _Previous(_Part):
-    """The parameters before the last step, of which those are kept that steps change; seen with the others, which are the same."""
-
-    def __get__(self, state: "State | None", owner: type | None = None) -> Tree:
-        previous = super().__get__(state, owner)
-        if state is None or _is_nothing(previous) or not any(leaf is None for leaf in _leaves(previous)[0]):
-            return previous
-        (olds, tree), (news, same) = _leaves(previous), _leaves(state.params)
-        if tree != same:
-            return previous
-        return tree.unflatten(new if old is None else old for old, new in zip(olds, news, strict=True))
+def _previous(state: "State", name: str) -> Tree:
+    """The parameters before the last step, of which those are kept that steps change, with the others, which are the same."""
+    previous = _whole(state, name)
+    if _is_nothing(previous) or not any(leaf is None for leaf in _leaves(previous)[0]):
+        return previous
+    (olds, tree), (news, same) = _leaves(previous), _leaves(state.params)
+    if tree != same:
+        return previous
+    return tree.unflatten(new if old is None else old for old, new in zip(olds, news, strict=True))
 
 
 _LATE = ("previous_scale", *COPIES)  # the parts that a state may lack: what was before the last step
@@ -138,13 +137,13 @@ class State(_OfStep):
             start; ``()`` without.
     """
 
-    params: Params = _Part()
-    opt_state: Tree = _Part()
-    model_state: Tree = _Part(())
-    loss_scale: Tree = _Part(())
+    params: Params = _Field(_whole)
+    opt_state: Tree = _Field(_whole)
+    model_state: Tree = _Field(_whole, ())
+    loss_scale: Tree = _Field(_whole, ())
     step: int = 0
-    previous_scale: Tree = _Part(())
-    previous: Params = _Previous(())
+    previous_scale: Tree = _Field(_whole, ())
+    previous: Params = _Field(_previous, ())
 
     def __post_init__(self):
         _make_serializable()
@@ -185,11 +184,6 @@ def _of_parts(parts: Sequence[Tree], step: int | None = 0) -> State:
 def _names(state: State) -> tuple[str, ...]:
     """The parts of a state as a tree, of which it may lack what was before the last step: there is none without ``delay``."""
     return tuple(each.name for each in fields(state) if each.name not in _LATE or not _is_nothing(state._kept(each.name)))
-
-
-def _whole(state: State, name: str) -> Tree:
-    """A part of a state with whole leaves."""
-    return assembled(state._kept(name), stand_in_for if are_across(state.held) else None)
 
 
 def _is_nothing(part: Tree) -> bool:
@@ -238,17 +232,8 @@ def _make_serializable() -> None:
     serialization.register_serialization_state(State, write, read)
 
 
-class _Later(_Field):
-    """A field of metrics that the rest of a step may report: it is asked when somebody reads the field."""
-
-    def __init__(self, nothing: Callable[[], Tree] = lambda: None):
-        self._nothing = nothing
-
-    def __get__(self, metrics: "Metrics | None", owner: type | None = None) -> Tree:
-        if metrics is None:
-            return None  # the default, for dataclass
-        value = metrics._kept(self._name)
-        return self._nothing() if value is None else value
+def _squares(metrics: "Metrics", name: str) -> Tree:
+    return metrics._kept(name) or {}
 
 
 @jax.tree_util.register_dataclass
@@ -271,10 +256,10 @@ class Metrics(_OfStep, Mapping[str, Tree]):
 
     loss: Array
     aux: Tree = ()
-    grad_norm: Float[Array, ""] | None = cast("None", _Later())  # noqa: RUF009
-    finite: Bool[Array, ""] | None = cast("None", _Later())  # noqa: RUF009
+    grad_norm: Float[Array, ""] | None = cast("None", _Field(_OfStep._kept, None))  # noqa: RUF009
+    finite: Bool[Array, ""] | None = cast("None", _Field(_OfStep._kept, None))  # noqa: RUF009
     step: int | None = None
-    squares: Mapping[int, Float[Array, ""]] = cast("dict[int, Array]", _Later(dict))
+    squares: Mapping[int, Float[Array, ""]] = cast("dict[int, Array]", _Field(_squares, None))
 
     @property
     def by_stage(self) -> dict[int, Float[Array, ""]]:
