@@ -6,7 +6,6 @@ brought to their end one after another, the oldest first: the banker's algorithm
 the rank's own stages alone, and some action can always be taken until all are done.
 """
 
-import heapq
 import itertools
 import math
 from collections.abc import Callable
@@ -109,28 +108,19 @@ class _Run:
 def order_by(work: StepWork, rule: Rule) -> list[list[int]]:
     """The rows that a rule makes; they stay within the room of each rank, which must hold the residuals of one microbatch."""
     run = _Run(work, rule)
-    ranks, version = range(len(work.room)), [0] * len(work.room)
-    waiting: list[tuple[float, int, int]] = []
 
-    def wake(rank: int) -> None:
-        version[rank] += 1
-        found, due = run.offers(rank)
-        start = min((offer.start for offer in (*found, *due)), default=math.inf)
-        if start < math.inf:
-            heapq.heappush(waiting, (start, rank, version[rank]))
+    def begins(rank: int) -> float:
+        return min((offer.start for offer in itertools.chain(*offered[rank])), default=math.inf)
 
-    for rank in ranks:
-        wake(rank)
-    while waiting:
-        _, rank, made = heapq.heappop(waiting)
-        if made != version[rank]:
-            continue
-        found, due = run.offers(rank)
-        offer = run.choice(found, due)
+    offered = list(map(run.offers, range(len(work.room))))
+    starts = list(map(begins, range(len(work.room))))
+    while (start := min(starts)) < math.inf:
+        rank = starts.index(start)
+        offer = run.choice(*offered[rank])
         run.take(rank, offer)
         fed = work.feeds[offer.action]  # which may be waiting for this one
-        others = {work.owner[fed // work.num_microbatches % work.num_stages]} if fed >= 0 else set()
-        for other in sorted(others | {rank}):
-            wake(other)
+        for other in {rank, work.owner[fed // work.num_microbatches % work.num_stages] if fed >= 0 else rank}:
+            offered[other] = run.offers(other)
+            starts[other] = begins(other)
     assert sum(map(len, run.rows)) == len(work.actions), "some action can always be taken"
     return run.rows
