@@ -78,6 +78,9 @@ class _OfStep:
                 object.__setattr__(self, f"_{each}", value)
             object.__setattr__(self, "_unfinished", None)  # the rest of the step is held no longer
 
+    def __reduce__(self) -> tuple[type, tuple[Tree, ...]]:  # for pickle and copy
+        return type(self), tuple(self._kept(each.name) for each in fields(cast("State", self)))
+
 
 def left_to(tail: Tail, read: _Read, made: _T, *, at_once: bool = False) -> _T:
     """A new state, or metrics, some of whose fields the rest of a step makes; ``read`` finds them in what the step returns.
@@ -161,9 +164,6 @@ class State(_OfStep):
         return State(**{**kept, **parts})
 
     _replace = replace  # as of the tuple that a state was
-
-    def __reduce__(self) -> tuple[type["State"], tuple[Tree, ...]]:  # for pickle and copy
-        return State, tuple(self._kept(each.name) for each in fields(self))
 
     def __getitem__(self, index: object) -> Tree:  # iteration and unpacking end here too
         got, fix = f"state[{index!r}], or a state that is unpacked", "write state.params, state.opt_state, state.step"
@@ -305,9 +305,6 @@ class Metrics(_OfStep, Mapping[str, Tree]):
             '{"loss": 1.0, "grad_norm": 1.0, "step": 1}'
         """
         return {name: jax.tree.map(_plain, part) for name, part in self.items()}
-
-    def __reduce__(self) -> tuple[type["Metrics"], tuple[Tree, ...]]:  # for pickle and copy
-        return Metrics, tuple(self._kept(each.name) for each in fields(self))
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(f'{name}={jax.tree.map(_Shown, part)!r}' for name, part in self.items())})"

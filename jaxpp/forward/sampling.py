@@ -129,15 +129,10 @@ class Sampling:
 
     def __call__(self, logits: Float[Array, " vocab"], key: Key, history: History | None = None) -> Int[Array, ""]:
         """The token drawn from the logits of one position; -1 if all that are not in ``never`` have the logit -inf."""
-        if not self.never:
-            return self._drawn(logits, key, history)
-        some_left = self._allowed(logits, history).max() != -jnp.inf  # else a token of ``never`` would be as likely as any other
-        return jnp.where(some_left, self._drawn(logits, key, history), -1)
-
-    def _drawn(self, logits: Float[Array, " vocab"], key: Key, history: History | None) -> Int[Array, ""]:
-        if self.temperature == 0:
-            return jnp.argmax(self._allowed(logits, history))
-        return jax.random.categorical(key, self.adjusted(logits, history))
+        allowed = self._allowed(logits, history)
+        token = jnp.argmax(allowed) if self.temperature == 0 else jax.random.categorical(key, self.adjusted(logits, history))
+        # Where none is left, a token of ``never`` would be as likely as any other.
+        return jnp.where(allowed.max() != -jnp.inf, token, -1) if self.never else token
 
     def _allowed(self, logits: Float[Array, " vocab"], history: History | None) -> Float[Array, " vocab"]:
         logits = _wide(logits)
