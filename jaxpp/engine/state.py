@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
 from jaxpp.engine.tail import Tail
-from jaxpp.engine.tracing import avals_of
 from jaxpp.errors import CutError, ParamsError, StateError, is_count, shown
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.lowering.step import COPIES, Leaves
@@ -27,7 +26,7 @@ from jaxpp.runtime.processes.trees import are_across, slices_of, stand_in_for
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.microbatch import raw_key
-from jaxpp.stages.loss.traced_loss import wrong_leaves
+from jaxpp.stages.loss.traced_loss import differences, wrong_leaves
 from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, on_host, whole_shape
 from jaxpp.tables import bytes_in_words, html_remarks, html_table, table_lines
 from jaxpp.targets import compiles_only, device_name
@@ -524,7 +523,7 @@ class States:
             arrays = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(shapes) if hasattr(leaf, "dtype")]
             if odd := wrong_leaves(name, arrays, "make an array of it with np.asarray"):
                 raise ParamsError(name, "every leaf of the parameters is an array as JAX takes it", odd.lines, odd.fix)
-            if wrong := _differences(shapes, expected, name) or _unequal(name, shapes, expected):
+            if wrong := differences(shapes, expected, name, as_taken=True):
                 rule = "the parameters are those of the model that this was made for, with its tree, shapes and types"
                 fix = f"pass {f'state.{name}' if trained else 'what init returned'}, or a tree with the same leaves"
                 raise ParamsError(name, rule, wrong, fix)
@@ -638,44 +637,12 @@ def _check_state(state: object, expected: State) -> None:
         fix = f"go on with state = pipe.state, the newest; {copy}, or call step(..., donate=False) to keep all"
         raise StateError(where, rule, got, fix)
     steps_of(state)
-    if wrong := _unequal("state", avals_of(shapes.replace(step=None)), expected.held):
+    if wrong := _other_parts(shapes, expected, shapes=True):
         fix = f"{again}; a checkpoint of this model has these shapes, and another model needs a pipeline of its own"
         raise StateError(where, "a state's leaves keep their shapes and types", wrong, fix)
 
 
-def _other_parts(found: State, wanted: State) -> list[str]:
-    """Where the trees of two states of shapes differ."""
-    parts = zip(_PARTS, found.held, wanted.held, strict=True)
-    return [line for name, part, other in parts for line in _differences(part, other, f"state.{name}")]
-
-
-def _unequal(name: str, found: Tree, wanted: Tree) -> list[str]:
-    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
-    wrong = []
-    for (path, leaf), aval in pairs:
-        if not hasattr(leaf, "dtype") or (leaf.shape, avals_of(leaf).dtype) != (aval.shape, aval.dtype):
-            got = describe(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
-            wrong.append(f"{name}{jax.tree_util.keystr(path)}: {got} instead of {describe(aval)}")
-    return wrong
-
-
-def _differences(found: Tree, wanted: Tree, path: str) -> list[str]:
-    (ours, mine), (theirs, yours) = map(_opened, (found, wanted))
-    if mine == yours:
-        pairs = zip(ours.items(), theirs.values(), strict=True)
-        return [line for (key, a), b in pairs if a is not found for line in _differences(a, b, path + key)]
-    if type(found) is not type(wanted) or ours.keys() == theirs.keys():
-        return [f"{path}: {_named(found)} instead of {_named(wanted)}"]
-    missing = [f"{path}{key} is missing" for key in theirs if key not in ours]
-    return missing + [f"{path}{key} is not of this pipeline" for key in ours if key not in theirs]
-
-
-def _opened(tree: Tree) -> tuple[dict[str, Tree], Any]:
-    children, node = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda child: child is not tree)
-    return {jax.tree_util.keystr(path): child for path, child in children}, node
-
-
-def _named(node: Tree) -> str:
-    if hasattr(node, "dtype"):
-        return describe(node)
-    return "none" if node is None else f"a {type(node).__name__} of {len(_opened(node)[0])}"
+def _other_parts(found: State, wanted: State, *, shapes: bool = False) -> list[str]:
+    """Where two states differ: in their trees, and with ``shapes`` in their leaves."""
+    pairs = zip(_PARTS, found.held, wanted.held, strict=True)
+    return [line for part, a, b in pairs for line in differences(a, b, f"state.{part}", shapes=shapes, as_taken=True)]

@@ -21,6 +21,7 @@ from jaxpp.errors.checks import is_real
 from jaxpp.errors.tracebacks import entries
 from jaxpp.forward.functions import Wrapped
 from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loss.traced_loss import differences
 from jaxpp.types import Array, Aval, Key, Tree
 
 __all__ = [
@@ -316,19 +317,7 @@ class NextTokensFn(Wrapped):
 
 
 def _check_carry(old: Tree, new: Tree) -> None:
-    before, after = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (old, new))
-    name = jax.tree_util.keystr
-    wrong = [f"carry{name(path)} is missing in the new carry" for path in before if path not in after]
-    wrong += [f"carry{name(path)} is new" for path in after if path not in before]
-    shapes = {path: jax.eval_shape(jnp.asarray, leaf) for path, leaf in after.items() if path in before}
-    wrong += [
-        f"carry{name(path)}: {describe(before[path])} becomes {describe(shape)}"
-        for path, shape in shapes.items()
-        if (shape.shape, shape.dtype) != (before[path].shape, before[path].dtype)
-    ]
-    if not wrong and jax.tree.structure(old) != jax.tree.structure(new):
-        wrong = [f"{jax.tree.structure(old)} becomes {jax.tree.structure(new)}"]
-    if wrong:
+    if wrong := differences(jax.tree.map(lambda leaf: jax.eval_shape(jnp.asarray, leaf), new), old, "carry"):
         rule = "the new carry has the tree, the shapes and the types of the old one, so that a pass can follow on another"
         fix = "return every leaf, changed or not, write into a cache of fixed size, and cast with .astype(old.dtype)"
         raise OutputError(_FN, rule, wrong, fix)

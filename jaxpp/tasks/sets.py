@@ -15,7 +15,7 @@ from jaxpp.errors import BankError
 from jaxpp.runtime.edges import HOST_MEMORY
 from jaxpp.runtime.processes.here import elsewhere, is_here, processes_of, spread
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loss.traced_loss import unfit
+from jaxpp.stages.loss.traced_loss import differences, unfit
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.types import Leaf, Params, Tree
 
@@ -36,18 +36,8 @@ class SetLayout(NamedTuple):
 
     def differences(self, params: Params, opt_state: Tree) -> list[str]:
         """How two trees differ from this layout: a line for each difference."""
-        wrong = []
-        for name, tree, expected in zip(("params", "opt_state"), (params, opt_state), self.fill(self.shapes), strict=True):
-            if jax.tree.structure(tree) != jax.tree.structure(expected):
-                wrong.append(f"{name} has the structure {jax.tree.structure(tree)} instead of {jax.tree.structure(expected)}")
-                continue
-            pairs = zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected), strict=True)
-            wrong += [
-                f"{name}{jax.tree_util.keystr(path)} is {_describe(leaf)} instead of {describe(aval)}"
-                for (path, leaf), aval in pairs
-                if _is_no_array(leaf) or (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype)
-            ]
-        return wrong
+        wanted = self.fill(self.shapes)
+        return [*differences(params, wanted[0], "params"), *differences(opt_state, wanted[1], "opt_state")]
 
 
 @dataclass(frozen=True)
