@@ -325,9 +325,11 @@ def generation(
     foresee = functools.partial(_forecast, request._replace(carry=shapes, key=key), num_kept)
     if leaves is None:
         return Generation((), places, shown=False, foresee=foresee)
+    rings, prefix = list[Ring](), list[Array]()  # one of each replica; and what they hand on to one another
     try:
-        prefix = list[Array]()  # which replicas hand on to one another
-        rings = [_ring(request, leaves, engine, num_kept, prefix) for engine in request.engine.replicas]
+        for engine in request.engine.replicas:
+            held, own = leaves if engine is request.engine else engine.at_replica(leaves), request._replace(engine=engine)
+            rings.append(Ring(*passes_of(own, Lasting(held)), own, num_kept, prefix))
     except Exception as error:
         lengths = {leaf.shape[0] for leaf in jax.tree.leaves(request.carry) if leaf.shape}
         if len(lengths) == 1 and (length := lengths.pop()) > 1:
@@ -340,13 +342,6 @@ def generation(
         raise ArgumentError(f"{request.where}(..., fn, ...)", rule, got, "pass a function without them, as for one device")
     again = None if isinstance(prompts, Iterator) else places_of
     return Generation(rings, places, shown=shown, again=again, foresee=foresee)
-
-
-def _ring(request: Request, leaves: Leaves[Array], engine: Engine, num_kept: int, prefix: list[Array]) -> Ring:
-    """The ring of one replica, which ``engine`` is for."""
-    held = leaves if engine is request.engine else engine.at_replica(leaves)
-    request = request._replace(engine=engine)
-    return Ring(*passes_of(request, Lasting(held)), request, num_kept, prefix)
 
 
 def check_asked(where: str, engine: Engine, fn: ForwardFn, carry: Tree, counts: Mapping[str, int | None], *, shapes: bool) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Float, Int, UInt32
 
 from jaxpp.errors import ArgumentError, OutputError, is_count, shown
 from jaxpp.errors.checks import is_real
@@ -175,7 +175,9 @@ class Sampling:
         if self.top_k is None and not nucleus:
             return logits
         values, tokens = jax.lax.top_k(logits, size if self.top_k is None else int(self.top_k))
-        keep = _nucleus(values, float(self.top_p or 1)) if nucleus else jnp.ones(values.shape, bool)
+        keep = jnp.ones(values.shape, bool)
+        if nucleus:  # those before which ``top_p`` is not reached yet
+            keep = keep.at[1:].set(jnp.cumsum(jax.nn.softmax(values))[:-1] < float(self.top_p or 1))
         return jnp.where(jnp.zeros(size, bool).at[tokens].set(keep), logits, -jnp.inf)
 
 
@@ -185,12 +187,6 @@ def _wide(logits: Float[Array, " vocab"]) -> Float[Array, " vocab"]:
         rule, fix = "a token is drawn from the logits of one position, [vocab]", "use jax.vmap for several positions"
         raise ArgumentError("jaxpp.Sampling(...)(logits, key)", rule, describe(logits), fix)
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-
-
-def _nucleus(logits: Float[Array, " k"], top_p: float) -> Bool[Array, " k"]:
-    """Which of the tokens, the likeliest first, are needed to reach ``top_p``: those before which it is not reached yet."""
-    reached = jnp.cumsum(jax.nn.softmax(logits))
-    return jnp.concatenate([jnp.ones(1, bool), reached[:-1] < top_p])
 
 
 SampleRule = str | Sampling | Sampler | None  # what a user may pass as ``sample``

@@ -120,11 +120,12 @@ def check_params(where: str, params: Params) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
         raise BankError(where, "a set has at least one array", "a tree without leaves", "pass the task's parameters")
-    wrong = [
-        f"params{jax.tree_util.keystr(path)} is {_describe(leaf)}"
-        for path, leaf in leaves
-        if _is_no_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
+    wrong = list[str]()
+    for path, leaf in leaves:
+        why = None if isinstance(leaf, jax.Array) else unfit(leaf, numbers=False)  # what a step has taken over is told elsewhere
+        if why is not None or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            what = describe(leaf) if why is None else "a " * ("[" not in why.what) + why.what
+            wrong.append(f"params{jax.tree_util.keystr(path)} is {what}")
     if wrong:
         fix = "make a Python number an array with np.float32(number); keep integers with what all tasks share, such as an int8 base"
         raise BankError(where, "the parameters of a set are arrays of floating numbers", wrong, fix)
@@ -139,14 +140,3 @@ def few_names(names: Sequence[Hashable]) -> str:
 def is_key(leaf: Leaf) -> bool:
     """Whether an array holds typed PRNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-
-
-def _is_no_array(leaf: Leaf) -> bool:
-    """Whether it is none that JAX takes; one that a step has taken over is told of elsewhere."""
-    return not isinstance(leaf, jax.Array) and unfit(leaf, numbers=False) is not None
-
-
-def _describe(leaf: Leaf) -> str:
-    if _is_no_array(leaf) and (why := unfit(leaf, numbers=False)):
-        return f"a {why.what}" if "[" not in why.what else why.what
-    return describe(leaf)
