@@ -44,8 +44,6 @@ from jaxpp.tables import bytes_in_words
 from jaxpp.targets import refuse_compile_only
 from jaxpp.types import Array, Batch, Device, ForwardFn, Key, Leaf, Params, ReduceAux, TaskNames, Tree
 
-__all__ = ["Forward", "Lend", "Setup"]
-
 Lend = Callable[[], AbstractContextManager[tuple[Engine, Leaves[Array]]]]  # gives what forwards read, as long as they use it
 
 # What needs shapes alone, also on devices that only compile.

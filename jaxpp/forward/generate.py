@@ -48,8 +48,6 @@ from jaxpp.stages.loss.traced_loss import wrong_leaves
 from jaxpp.stages.program import Role
 from jaxpp.types import Array, Aval, ForwardFn, Key, Tree
 
-__all__ = ["Generation", "check_asked", "generation", "one_key"]
-
 _WAITED = "jaxpp: the generation goes on with its next token: next(generation), or generation.collect()"
 _BROKE_OFF = "jaxpp: Ctrl-C, pressed again, broke off the generation; the parameters are as they were"
 

@@ -46,8 +46,6 @@ from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.stacked import Slices, concatenated, is_slices, joined, split_like
 from jaxpp.types import Array, Aval, Batch, ForwardFn, Key, Leaf, Tree
 
-__all__ = ["AHEAD", "CompiledPass", "Group", "Lasting", "Passes", "Request", "Ring", "check_unstepped", "passes_of", "prompts_of"]
-
 AHEAD = 2  # turns that are begun before the tokens of the first of them are read
 
 

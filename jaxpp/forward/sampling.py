@@ -24,19 +24,6 @@ from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import differences
 from jaxpp.types import Array, Aval, Key, Tree
 
-__all__ = [
-    "History",
-    "NextToken",
-    "NextTokenFn",
-    "NextTokensFn",
-    "SampleRule",
-    "Sampler",
-    "Sampling",
-    "SequenceCarry",
-    "draw",
-    "sampler_of",
-]
-
 Sampler = Callable[..., Int[Array, ""]]  # (logits [vocab], key[, history]): the token drawn for one position; traced
 
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)  # what is 0 or infinite in float32 makes NaNs

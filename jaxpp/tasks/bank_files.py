@@ -32,8 +32,6 @@ from jaxpp.tasks.host_store import HostCopy
 from jaxpp.tasks.sets import BankSets, SetLayout, is_key
 from jaxpp.types import Params, Tree
 
-__all__ = ["BankFiles", "Json"]
-
 Json = Any  # what JSON gives back unchanged: dicts with texts as keys, lists, texts, numbers, booleans, None
 
 _FORMAT = 1

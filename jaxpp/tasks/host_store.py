@@ -33,8 +33,6 @@ from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.stacked import Slices, Slicing
 from jaxpp.types import Array, Device, DType, Leaf
 
-__all__ = ["LARGEST_PACKED", "HostCopy", "HostStore", "SetPacking", "Traffic"]
-
 LARGEST_PACKED = 1 << 16  # bytes: arrays of 4 KiB travel three times as fast packed, arrays of 64 KiB as fast either way
 
 SetHome = Sharding | Slices  # Where a leaf of a set lives on the device: somewhere, or each of some slices of it somewhere

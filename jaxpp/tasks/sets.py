@@ -19,8 +19,6 @@ from jaxpp.stages.loss.traced_loss import differences, unfit
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.types import Leaf, Params, Tree
 
-__all__ = ["BankSets", "SetHomes", "SetLayout", "check_params", "few_names", "is_key"]
-
 
 class SetLayout(NamedTuple):
     """The structure of a set's two trees, and shape and dtype of its leaves: the parameters, then the optimizer state."""
