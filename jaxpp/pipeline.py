@@ -16,7 +16,7 @@ from jaxpp.engine.engine import Engine, open_engine
 from jaxpp.engine.init_arguments import first_leaves
 from jaxpp.engine.outcome import Outcome, leaves_read
 from jaxpp.engine.state import Metrics, State, left_to, num_gone, settle, states_of, steps_of, tail_of
-from jaxpp.engine.tail import Rest, Tail
+from jaxpp.engine.tail import Tail
 from jaxpp.errors import ArgumentError, CutError, StateError
 from jaxpp.errors.checks import check_flags, check_function, check_optimizer, refuse_tracers
 from jaxpp.errors.tracebacks import entries
@@ -620,11 +620,11 @@ class Pipeline(Forward):
             squares = dict(zip(watched, outcome.squares, strict=True))
             return {"grad_norm": outcome.grad_norm, "finite": outcome.finite, "squares": squares}
 
-        report = Rest(tail, read, at_once=True)
+        metrics = left_to(tail, read, Metrics(tail.first.loss, tail.first.aux, step=num_steps), at_once=True)
         tail.then.append(lambda outcome: setup.detector.add(num_steps, outcome.loss, outcome.squares))
         new = setup.states.after(tail, num_steps)
         self._newest.begin(new, tail)
-        return new, left_to(report, Metrics(tail.first.loss, tail.first.aux, step=num_steps))
+        return new, metrics
 
     def flush(self, state: State) -> State:
         """End the flow of steps: with ``delay=1``, hand over the rest of the step that made this state.

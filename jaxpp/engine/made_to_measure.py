@@ -23,6 +23,7 @@ from jaxpp.schedule.registry import make
 from jaxpp.schedule.simulate import Simulation
 from jaxpp.schedule.synthesis.synthesise import synthesise
 from jaxpp.stages.cost import count_bytes
+from jaxpp.stages.cuts.by_step import Links
 from jaxpp.stages.cuts.cut_loss import CutLoss
 from jaxpp.stages.estimate import rates_of
 from jaxpp.stages.program import Role
@@ -81,22 +82,18 @@ def _visiting(options: Options, cut: CutLoss, costs: StepCosts, found: Schedule)
 
 def stage_costs(options: Options, cut: CutLoss, programs: Programs) -> StepCosts:
     """Seconds: measured with ``balance="time"``, otherwise estimated."""
-    kept = tuple(code.kept for code in cut.stages)
+    places, each = options.placement.places, (Kind.F, Kind.I, Kind.W)
     if options.balance == "time":
-        places = options.placement.places
         kinds = {Kind.F, *(kind for code in cut.stages for kind in (Kind.I, Kind.W) if kind in code.backward)}
         times = action_times(cut, kinds, places, programs, 'Pipeline(schedule="auto", balance="time")')
-        none = [0.0] * len(cut.stages)
-        per_send, per_byte = link_times(places)
-        moved = zip(per_send, per_byte, boundary_bytes(cut), strict=True)
-        transfer = [send + byte * size for send, byte, size in moved]
-        actions = {kind: tuple(times.get(kind, none)) for kind in (Kind.F, Kind.I, Kind.W)}
-        return StepCosts(actions, transfer=tuple(transfer), residuals=kept)
-    rates = rates_of(options.devices[0])
-    costs = [code.costs if rates == code.rates else code.costs_at(rates) for code in cut.stages]
-    actions = {kind: tuple(each[kind.value] for each in costs) for kind in (Kind.F, Kind.I, Kind.W)}
-    sends = zip(links_of(options.placement).per_byte, boundary_bytes(cut), strict=True)
-    return StepCosts(actions, transfer=tuple(seconds * size for seconds, size in sends), residuals=kept)
+        actions, links = {kind: tuple(times.get(kind, [0.0] * len(places))) for kind in each}, Links(*link_times(places))
+    else:
+        rates = rates_of(options.devices[0])
+        costs = [code.costs if rates == code.rates else code.costs_at(rates) for code in cut.stages]
+        actions, links = {kind: tuple(stage[kind.value] for stage in costs) for kind in each}, links_of(options.placement)
+    moved = zip(links.per_send, links.per_byte, boundary_bytes(cut), strict=True)
+    kept = tuple(code.kept for code in cut.stages)
+    return StepCosts(actions, transfer=tuple(send + byte * size for send, byte, size in moved), residuals=kept)
 
 
 def boundary_bytes(cut: CutLoss) -> list[int]:

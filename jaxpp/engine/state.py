@@ -16,8 +16,7 @@ from jaxtyping import Bool, Float
 
 from jaxpp.engine.engine import Engine
 from jaxpp.engine.outcome import Outcome
-from jaxpp.engine.tail import Rest, Tail
-from jaxpp.engine.tracing import avals_of
+from jaxpp.engine.tail import Tail
 from jaxpp.errors import CutError, ParamsError, StateError, is_count, shown
 from jaxpp.errors.checks import refuse_tracers
 from jaxpp.lowering.step import COPIES, Leaves
@@ -27,7 +26,7 @@ from jaxpp.runtime.processes.trees import are_across, slices_of, stand_in_for
 from jaxpp.stages.cost import count_bytes
 from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.microbatch import raw_key
-from jaxpp.stages.loss.traced_loss import wrong_leaves
+from jaxpp.stages.loss.traced_loss import differences, wrong_leaves
 from jaxpp.stages.stacked import Slices, assembled, is_slices, joined, on_host, whole_shape
 from jaxpp.tables import bytes_in_words, html_remarks, html_table, table_lines
 from jaxpp.targets import compiles_only, device_name
@@ -35,64 +34,80 @@ from jaxpp.types import Array, Aval, Device, Home, Leaf, Params, Tree
 
 _T = TypeVar("_T", bound="State | Metrics")
 
+_Read = Callable[[Outcome[Array]], Mapping[str, Tree]]
+
 _RESTORE = "checkpointer.restore(path, pipe.abstract_state(...))"
 
 
 class _Field:
-    """A field of a dataclass that is seen otherwise than it is kept."""
+    """A field of a dataclass that is seen otherwise than it is kept: as ``see`` finds it by its name."""
+
+    def __init__(self, see: Callable[[Any, str], Tree], *default: Tree):
+        self._see, self._default = see, default
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name, self._kept_as = name, f"_{name}"
+        self._name = name
 
     def __set__(self, of: object, value: Tree) -> None:
-        object.__setattr__(of, self._kept_as, value)  # the dataclass is frozen
+        object.__setattr__(of, f"_{self._name}", value)  # the dataclass is frozen
 
-
-class _OfStep:
-    """What a step makes; some of its fields may be left to the rest of the step until somebody looks at one of them."""
-
-    _unfinished: ClassVar[Rest | None] = None  # what makes them, if that is left to do
-
-    def _kept(self, name: str) -> Tree:
-        """A field as it is kept; the rest of the step that makes it is handed over if that is left to do."""
-        if (rest := self._unfinished) is not None:  # another thread may hand it over at the same time
-            for each, value in rest.values().items():
-                object.__setattr__(self, f"_{each}", value)
-            object.__setattr__(self, "_unfinished", None)  # the rest of the step is held no longer
-        return getattr(self, f"_{name}" if hasattr(self, f"_{name}") else name)
-
-
-def left_to(rest: Rest, made: _T) -> _T:
-    """A new state, or metrics, whose fields that the rest of a step makes are there when somebody looks at one of them."""
-    object.__setattr__(made, "_unfinished", rest)
-    return made
-
-
-class _Part(_Field):
-    """A part of a state: kept as the pipeline holds it, seen with whole leaves; stand-ins for those of several processes."""
-
-    def __init__(self, *default: Tree):
-        self._default = default
-
-    def __get__(self, state: "State | None", owner: type | None = None) -> Tree:
-        if state is not None:
-            return _whole(state, self._name)
+    def __get__(self, of: object, owner: type | None = None) -> Tree:
+        if of is not None:
+            return self._see(of, self._name)
         if not self._default:
             raise AttributeError(self._name)  # a field without a default, for dataclass
         return self._default[0]
 
 
-class _Previous(_Part):
-    """The parameters before the last step, of which those are kept that steps change; seen with the others, which are the same."""
+class _OfStep:
+    """What a step makes; some of its fields may be left to the rest of the step until somebody looks at one of them."""
 
-    def __get__(self, state: "State | None", owner: type | None = None) -> Tree:
-        previous = super().__get__(state, owner)
-        if state is None or _is_nothing(previous) or not any(leaf is None for leaf in _leaves(previous)[0]):
-            return previous
-        (olds, tree), (news, same) = _leaves(previous), _leaves(state.params)
-        if tree != same:
-            return previous
-        return tree.unflatten(new if old is None else old for old, new in zip(olds, news, strict=True))
+    _unfinished: ClassVar[tuple[Tail, _Read] | None] = None  # what makes them, if that is left to do
+
+    def _kept(self, name: str) -> Tree:
+        """A field as it is kept; the rest of the step that makes it is handed over if that is left to do."""
+        if (rest := self._unfinished) is not None:  # another thread may hand it over at the same time
+            with rest[0].looking():
+                self._take(rest[0].outcome())
+        return getattr(self, f"_{name}" if hasattr(self, f"_{name}") else name)
+
+    def _take(self, outcome: Outcome[Array]) -> None:
+        if (rest := self._unfinished) is not None:
+            for each, value in rest[1](outcome).items():
+                object.__setattr__(self, f"_{each}", value)
+            object.__setattr__(self, "_unfinished", None)  # the rest of the step is held no longer
+
+    def __reduce__(self) -> tuple[type, tuple[Tree, ...]]:  # for pickle and copy
+        return type(self), tuple(self._kept(each.name) for each in fields(cast("State", self)))
+
+
+def left_to(tail: Tail, read: _Read, made: _T, *, at_once: bool = False) -> _T:
+    """A new state, or metrics, some of whose fields the rest of a step makes; ``read`` finds them in what the step returns.
+
+    They are there when somebody looks at one of them; ``at_once``: as soon as the rest has been handed over, even if nobody looks,
+    since what is kept then holds no state.
+    """
+    object.__setattr__(made, "_unfinished", (tail, read))
+    if at_once:
+        known = weakref.ref(made)  # or the two would hold one another, and all arrays of the step until a garbage collection
+        tail.then.append(lambda outcome: None if (there := known()) is None else there._take(outcome))
+    return made
+
+
+def _whole(state: "State", name: str) -> Tree:
+    """A part of a state, which is kept as the pipeline holds it, with whole leaves; stand-ins for those of several processes."""
+    return assembled(state._kept(name), stand_in_for if are_across(state.held) else None)
+
+
+def _previous(state: "State", name: str) -> Tree:
+    """The parameters before the last step, of which those are kept that steps change, with the others, which are the same."""
+    previous = _whole(state, name)
+    if _is_nothing(previous) or not any(leaf is None for leaf in _leaves(previous)[0]):
+        return previous
+    (olds, tree), (news, same) = _leaves(previous), _leaves(state.params)
+    if tree != same:
+        return previous
+    return tree.unflatten(new if old is None else old for old, new in zip(olds, news, strict=True))
 
 
 _LATE = ("previous_scale", *COPIES)  # the parts that a state may lack: what was before the last step
@@ -124,13 +139,13 @@ class State(_OfStep):
             start; ``()`` without.
     """
 
-    params: Params = _Part()
-    opt_state: Tree = _Part()
-    model_state: Tree = _Part(())
-    loss_scale: Tree = _Part(())
+    params: Params = _Field(_whole)
+    opt_state: Tree = _Field(_whole)
+    model_state: Tree = _Field(_whole, ())
+    loss_scale: Tree = _Field(_whole, ())
     step: int = 0
-    previous_scale: Tree = _Part(())
-    previous: Params = _Previous(())
+    previous_scale: Tree = _Field(_whole, ())
+    previous: Params = _Field(_previous, ())
 
     def __post_init__(self):
         _make_serializable()
@@ -148,9 +163,6 @@ class State(_OfStep):
         return State(**{**kept, **parts})
 
     _replace = replace  # as of the tuple that a state was
-
-    def __reduce__(self) -> tuple[type["State"], tuple[Tree, ...]]:  # for pickle and copy
-        return State, tuple(self._kept(each.name) for each in fields(self))
 
     def __getitem__(self, index: object) -> Tree:  # iteration and unpacking end here too
         got, fix = f"state[{index!r}], or a state that is unpacked", "write state.params, state.opt_state, state.step"
@@ -171,11 +183,6 @@ def _of_parts(parts: Sequence[Tree], step: int | None = 0) -> State:
 def _names(state: State) -> tuple[str, ...]:
     """The parts of a state as a tree, of which it may lack what was before the last step: there is none without ``delay``."""
     return tuple(each.name for each in fields(state) if each.name not in _LATE or not _is_nothing(state._kept(each.name)))
-
-
-def _whole(state: State, name: str) -> Tree:
-    """A part of a state with whole leaves."""
-    return assembled(state._kept(name), stand_in_for if are_across(state.held) else None)
 
 
 def _is_nothing(part: Tree) -> bool:
@@ -202,7 +209,7 @@ def settle(state: State) -> None:
 def tail_of(state: object, engine: Engine) -> Tail | None:
     """What is left of the step of this engine that made a state, if anything is."""
     rest = state._unfinished if isinstance(state, State) else None
-    tail = None if rest is None else rest.tail
+    tail = None if rest is None else rest[0]
     return tail if tail is not None and tail.engine is engine and not tail.ended else None
 
 
@@ -224,17 +231,8 @@ def _make_serializable() -> None:
     serialization.register_serialization_state(State, write, read)
 
 
-class _Later(_Field):
-    """A field of metrics that the rest of a step may report: it is asked when somebody reads the field."""
-
-    def __init__(self, nothing: Callable[[], Tree] = lambda: None):
-        self._nothing = nothing
-
-    def __get__(self, metrics: "Metrics | None", owner: type | None = None) -> Tree:
-        if metrics is None:
-            return None  # the default, for dataclass
-        value = metrics._kept(self._name)
-        return self._nothing() if value is None else value
+def _squares(metrics: "Metrics", name: str) -> Tree:
+    return metrics._kept(name) or {}
 
 
 @jax.tree_util.register_dataclass
@@ -257,10 +255,10 @@ class Metrics(_OfStep, Mapping[str, Tree]):
 
     loss: Array
     aux: Tree = ()
-    grad_norm: Float[Array, ""] | None = cast("None", _Later())  # noqa: RUF009
-    finite: Bool[Array, ""] | None = cast("None", _Later())  # noqa: RUF009
+    grad_norm: Float[Array, ""] | None = cast("None", _Field(_OfStep._kept, None))  # noqa: RUF009
+    finite: Bool[Array, ""] | None = cast("None", _Field(_OfStep._kept, None))  # noqa: RUF009
     step: int | None = None
-    squares: Mapping[int, Float[Array, ""]] = cast("dict[int, Array]", _Later(dict))
+    squares: Mapping[int, Float[Array, ""]] = cast("dict[int, Array]", _Field(_squares, None))
 
     @property
     def by_stage(self) -> dict[int, Float[Array, ""]]:
@@ -306,9 +304,6 @@ class Metrics(_OfStep, Mapping[str, Tree]):
             '{"loss": 1.0, "grad_norm": 1.0, "step": 1}'
         """
         return {name: jax.tree.map(_plain, part) for name, part in self.items()}
-
-    def __reduce__(self) -> tuple[type["Metrics"], tuple[Tree, ...]]:  # for pickle and copy
-        return Metrics, tuple(self._kept(each.name) for each in fields(self))
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(f'{name}={jax.tree.map(_Shown, part)!r}' for name, part in self.items())})"
@@ -422,8 +417,7 @@ class States:
             leaves = outcome.state if held else outcome.state.shared
             return dict(zip(_PARTS, self.parts(leaves), strict=True))
 
-        rest = Rest(tail, read)
-        return left_to(rest, _of_parts([()] * len(_PARTS), step))
+        return left_to(tail, read, _of_parts([()] * len(_PARTS), step))
 
     def wrap(self, groups: Leaves[Array], step: int | None = 0) -> State:
         """The state that has these leaves, each on its owner, after so many steps; None: it is not counted."""
@@ -529,7 +523,7 @@ class States:
             arrays = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(shapes) if hasattr(leaf, "dtype")]
             if odd := wrong_leaves(name, arrays, "make an array of it with np.asarray"):
                 raise ParamsError(name, "every leaf of the parameters is an array as JAX takes it", odd.lines, odd.fix)
-            if wrong := _differences(shapes, expected, name) or _unequal(name, shapes, expected):
+            if wrong := differences(shapes, expected, name, as_taken=True):
                 rule = "the parameters are those of the model that this was made for, with its tree, shapes and types"
                 fix = f"pass {f'state.{name}' if trained else 'what init returned'}, or a tree with the same leaves"
                 raise ParamsError(name, rule, wrong, fix)
@@ -643,44 +637,12 @@ def _check_state(state: object, expected: State) -> None:
         fix = f"go on with state = pipe.state, the newest; {copy}, or call step(..., donate=False) to keep all"
         raise StateError(where, rule, got, fix)
     steps_of(state)
-    if wrong := _unequal("state", avals_of(shapes.replace(step=None)), expected.held):
+    if wrong := _other_parts(shapes, expected, shapes=True):
         fix = f"{again}; a checkpoint of this model has these shapes, and another model needs a pipeline of its own"
         raise StateError(where, "a state's leaves keep their shapes and types", wrong, fix)
 
 
-def _other_parts(found: State, wanted: State) -> list[str]:
-    """Where the trees of two states of shapes differ."""
-    parts = zip(_PARTS, found.held, wanted.held, strict=True)
-    return [line for name, part, other in parts for line in _differences(part, other, f"state.{name}")]
-
-
-def _unequal(name: str, found: Tree, wanted: Tree) -> list[str]:
-    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
-    wrong = []
-    for (path, leaf), aval in pairs:
-        if not hasattr(leaf, "dtype") or (leaf.shape, avals_of(leaf).dtype) != (aval.shape, aval.dtype):
-            got = describe(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
-            wrong.append(f"{name}{jax.tree_util.keystr(path)}: {got} instead of {describe(aval)}")
-    return wrong
-
-
-def _differences(found: Tree, wanted: Tree, path: str) -> list[str]:
-    (ours, mine), (theirs, yours) = map(_opened, (found, wanted))
-    if mine == yours:
-        pairs = zip(ours.items(), theirs.values(), strict=True)
-        return [line for (key, a), b in pairs if a is not found for line in _differences(a, b, path + key)]
-    if type(found) is not type(wanted) or ours.keys() == theirs.keys():
-        return [f"{path}: {_named(found)} instead of {_named(wanted)}"]
-    missing = [f"{path}{key} is missing" for key in theirs if key not in ours]
-    return missing + [f"{path}{key} is not of this pipeline" for key in ours if key not in theirs]
-
-
-def _opened(tree: Tree) -> tuple[dict[str, Tree], Any]:
-    children, node = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda child: child is not tree)
-    return {jax.tree_util.keystr(path): child for path, child in children}, node
-
-
-def _named(node: Tree) -> str:
-    if hasattr(node, "dtype"):
-        return describe(node)
-    return "none" if node is None else f"a {type(node).__name__} of {len(_opened(node)[0])}"
+def _other_parts(found: State, wanted: State, *, shapes: bool = False) -> list[str]:
+    """Where two states differ: in their trees, and with ``shapes`` in their leaves."""
+    pairs = zip(_PARTS, found.held, wanted.held, strict=True)
+    return [line for part, a, b in pairs for line in differences(a, b, f"state.{part}", shapes=shapes, as_taken=True)]

@@ -1,12 +1,11 @@
 """What is left of a step in flow: its last backwards and its update, which the next step hands over between its forwards.
 
-State and metrics of the step share one ``Tail``, each through a ``Rest``. Whoever looks first, in whatever thread, has it handed
-over, once; the others wait for that at its lock.
+State and metrics of the step share one ``Tail``. Whoever looks first, in whatever thread, has it handed over, once; the others wait
+for that at its lock.
 """
 
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
@@ -21,7 +20,7 @@ from jaxpp.runtime.execute import Observer, hand_over
 from jaxpp.runtime.interrupts import held
 from jaxpp.runtime.replica_groups import ReplicaGroups
 from jaxpp.runtime.threads import Threads, in_lane
-from jaxpp.types import Array, Tree
+from jaxpp.types import Array
 
 
 class Tail:
@@ -126,38 +125,3 @@ class Tail:
         self._run.slots.clear()
         for tell in self.otherwise:
             tell()
-
-
-class Rest:
-    """What the rest of a step makes of some fields, by name: it stands in these fields until somebody looks at one of them.
-
-    Args:
-        tail: the rest of the step.
-        read: the values of the fields, of what the step returns.
-        at_once: read them as soon as the rest has been handed over, even if nobody looks: what is kept then holds no state.
-    """
-
-    def __init__(self, tail: Tail, read: Callable[[Outcome[Array]], Mapping[str, Tree]], *, at_once: bool = False):
-        self.tail: Tail | None = tail  # None once the values are known
-        self._read, self._values = read, dict[str, Tree]()
-        if at_once:
-            known = weakref.ref(self)  # or the two would hold one another, and all arrays of the step until a garbage collection
-
-            def take(outcome: Outcome[Array]) -> None:
-                if (rest := known()) is not None:
-                    rest._take(outcome)
-
-            tail.then.append(take)
-
-    def values(self) -> Mapping[str, Tree]:
-        """The values; the rest of the step is handed over for them if that is left to do."""
-        if (tail := self.tail) is not None:
-            with tail.looking():
-                outcome = tail.outcome()
-                if self.tail is not None:
-                    self._take(outcome)
-        return self._values
-
-    def _take(self, outcome: Outcome[Array]) -> None:
-        self._values = dict(self._read(outcome))
-        self.tail = None

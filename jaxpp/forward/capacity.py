@@ -19,8 +19,6 @@ from jaxpp.stages.graph import Graph
 from jaxpp.stages.interpreter import Interpreter
 from jaxpp.types import Leaf
 
-__all__ = ["capacity"]
-
 _SAME = (jaxpr.LAYOUT - {"iota"}) | {"transpose", "convert_element_type"}  # results have the operand's elements, rearranged
 _PARTS = frozenset({"slice", "dynamic_slice", "gather"})  # results have some of the first operand's elements
 

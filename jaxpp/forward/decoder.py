@@ -20,8 +20,6 @@ from jaxpp.errors.tracebacks import entry
 from jaxpp.stages.loss.microbatch import raw_key
 from jaxpp.types import ForwardFn, Params, Tree
 
-__all__ = ["decoder"]
-
 
 @entry
 def decoder(model: Any, max_length: int, **options: Any) -> tuple[ForwardFn, Tree]:

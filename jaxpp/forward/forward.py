@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn, SupportsIndex
+from typing import NoReturn, SupportsIndex
 
 import jax
 import optax
@@ -44,8 +44,6 @@ from jaxpp.tables import bytes_in_words
 from jaxpp.targets import refuse_compile_only
 from jaxpp.types import Array, Batch, Device, ForwardFn, Key, Leaf, Params, ReduceAux, TaskNames, Tree
 
-__all__ = ["Forward", "Lend", "Setup"]
-
 Lend = Callable[[], AbstractContextManager[tuple[Engine, Leaves[Array]]]]  # gives what forwards read, as long as they use it
 
 # What needs shapes alone, also on devices that only compile.
@@ -60,15 +58,6 @@ class Setup:
     engine: Engine
     states: States
     stages: Stages
-
-
-class _Planned(NamedTuple):
-    """What a call would run, of which shapes are enough."""
-
-    engine: Engine
-    key: Key | None
-    purpose: Purpose
-    base: Engine | None = None  # that trains the parameters of ``engine``, if it runs another function
 
 
 @entries
@@ -388,9 +377,8 @@ class Forward:
             JaxppError: as ``init``, with ``fn`` as ``apply``; and for an ``hbm`` that is no size.
         """
         room = self._options.hbm if hbm is None else parse_bytes(hbm)
-        planned = self._planned("forecast", params_or_shapes, batch, key, fn)
-        engine, key, base = planned.engine, planned.key, planned.base
-        return forecast(engine, batch, key, room, self._waiting(base or engine), purpose=planned.purpose, base=base)
+        engine, key, purpose, base = self._planned("forecast", params_or_shapes, batch, key, fn)
+        return forecast(engine, batch, key, room, self._waiting(base or engine), purpose=purpose, base=base)
 
     def programs(
         self, params_or_shapes: Tree, batch: Batch, key: Key | None = None, *, fn: ForwardFn | None = None
@@ -412,8 +400,8 @@ class Forward:
         References:
             Williams et al., Roofline: An Insightful Visual Performance Model for Multicore Architectures, CACM 52(4), 2009.
         """
-        planned = self._planned("programs", params_or_shapes, batch, key, fn)
-        return programs_of(planned.engine, batch, planned.key, planned.purpose)
+        engine, key, purpose, _ = self._planned("programs", params_or_shapes, batch, key, fn)
+        return programs_of(engine, batch, key, purpose)
 
     def profile(
         self,
@@ -513,8 +501,13 @@ class Forward:
             fix = f"pass devices=jax.devices(), or leave devices out; {shapes}"
             refuse_compile_only(f"{self._name}.{where}", self._options.devices, fix)
 
-    def _planned(self, where: str, params_or_shapes: Tree, batch: Batch, key: Key | None, fn: ForwardFn | None) -> _Planned:
-        """What would run for such shapes: a step or the forwards of a batch; with ``fn``, those of this function."""
+    def _planned(
+        self, where: str, params_or_shapes: Tree, batch: Batch, key: Key | None, fn: ForwardFn | None
+    ) -> tuple[Engine, Key | None, Purpose, Engine | None]:
+        """What would run for such shapes: a step or the forwards of a batch; with ``fn``, those of this function.
+
+        The last is the engine that trains the parameters, if another runs the function.
+        """
         options = self._options
         if isinstance(params_or_shapes, State):
             held = params_or_shapes
@@ -524,7 +517,7 @@ class Forward:
         if fn is not None:
             setup, chosen = self._opened(where), self._function(where, fn)
             setup.states.check_params(*variables)
-            return _Planned(self._engine_of(setup.engine, chosen, batch, key), key, "forward", setup.engine)
+            return self._engine_of(setup.engine, chosen, batch, key), key, "forward", setup.engine
         variables = self._joined(variables)
         key = Tracing(options).key_for(variables, batch) if key is None else key
         try:
@@ -537,7 +530,7 @@ class Forward:
             if are_swapped(options, given, self._joined):
                 raise swapped(given) from error
             raise
-        return _Planned(engine, key, "update" if options.is_loss else "forward")
+        return engine, key, "update" if options.is_loss else "forward", None
 
     def _open_given(self, where: str, init_or_params: Tree, args: Sequence[Tree]) -> tuple[InitArguments, Setup]:
         self._refuse_compile_only(where)

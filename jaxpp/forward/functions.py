@@ -30,8 +30,6 @@ from jaxpp.stages.loss.traced_loss import TracedLoss
 from jaxpp.stages.stacked import Slices, Slicing, is_slices
 from jaxpp.types import Batch, ForwardFn, Key, ReduceAux, Tree
 
-__all__ = ["Functions", "Unchanged", "Wrapped"]
-
 _NOT_OF_A_FUNCTION: dict[str, Tree] = {  # options of a loss, as a function that is only run forward has them
     "is_loss": False,
     "has_aux": False,

@@ -30,7 +30,7 @@ from jaxpp.errors import ArgumentError, ParamsError, StateError
 from jaxpp.errors.checks import check_function
 from jaxpp.errors.tracebacks import current_trace, entries, leave
 from jaxpp.errors.user_mesh import set_aside
-from jaxpp.forward.prompts import Continuation, Places, Prompts, Rows, Token
+from jaxpp.forward.prompts import Places, Prompts, Rows, Token
 from jaxpp.forward.ring import AHEAD, Admitted, CompiledPass, Group, Lasting, Passes, Request, Ring, passes_of, prompts_of
 from jaxpp.forward.sampling import NextToken
 from jaxpp.lowering.step import Leaves
@@ -47,8 +47,6 @@ from jaxpp.schedule.validate import check_counts
 from jaxpp.stages.loss.traced_loss import wrong_leaves
 from jaxpp.stages.program import Role
 from jaxpp.types import Array, Aval, ForwardFn, Key, Tree
-
-__all__ = ["Generation", "check_asked", "generation", "one_key"]
 
 _WAITED = "jaxpp: the generation goes on with its next token: next(generation), or generation.collect()"
 _BROKE_OFF = "jaxpp: Ctrl-C, pressed again, broke off the generation; the parameters are as they were"
@@ -214,22 +212,25 @@ class Generation(Iterator[Token], contextlib.AbstractContextManager["Generation"
         with contextlib.nullcontext() if bar is None else bar:  # a bar without a total has no truth value
             while True:
                 for turn in turns:
-                    ahead.append(self._begin(rings, places, groups, turn) if self.num_passes < self._most_passes else [])
+                    ahead.append(
+                        self._begin(rings[turn[0] % len(rings)], places, groups, turn)
+                        if self.num_passes < self._most_passes
+                        else []
+                    )
                     for outcome in ahead.popleft() if len(ahead) > AHEAD * len(turns) else ():
                         yield from [outcome] if isinstance(outcome, Exception) else _read(*outcome, places, bar)
                 if not any(ahead):
                     self._ended = True
                     return
 
-    def _begin(self, rings: Sequence[Ring], places: Places, groups: Sequence[Group], turn: Sequence[int]) -> list[_Outcome]:
+    def _begin(self, ring: Ring, places: Places, groups: Sequence[Group], turn: Sequence[int]) -> list[_Outcome]:
         """Give free places of groups to the next prompts, and begin the next passes of the groups.
 
         Right after a prompt, a pass would hold up all other groups, unless they run at once.
         """
-        outcomes: list[_Outcome] = []
-        ring, rows = rings[turn[0] % len(rings)], dict[int, Rows]()
+        outcomes, rows = list[_Outcome](), dict[int, Rows]()
         for number in turn:
-            entered = self._fill(rings, places, groups[number], number, outcomes)
+            entered = self._fill(ring, places, groups[number], number, outcomes)
             if not entered or ring.together.at_once:
                 rows[number] = places.decode(number)
         going = [number for number, its in rows.items() if its]
@@ -238,20 +239,17 @@ class Generation(Iterator[Token], contextlib.AbstractContextManager["Generation"
             self._note(going[k], 1, len(rows[going[k]]), is_prompt=False, beside=k)
         return outcomes
 
-    def _fill(self, rings: Sequence[Ring], places: Places, group: Group, number: int, outcomes: list[_Outcome]) -> bool:
+    def _fill(self, ring: Ring, places: Places, group: Group, number: int, outcomes: list[_Outcome]) -> bool:
         """Give free places of a group to the next prompts, and prefill them; returns whether one has entered the group."""
-        entered, ring = False, rings[number % len(rings)]
+        entered = False
         for part in ring.at_once(_admitted(places, number, ring.group_size)):
             if isinstance(part, Exception):
                 outcomes.append(part)
                 continue
             if ring.group_size == 1:
                 group.carry = None  # of the sequence whose place it takes
-            if any(prompt.again for _, prompt in part):
-                ring.take_prefix(rings)
             prompts = [prompt for _, prompt in part]
-            made = ring.prefill(prompts, self.observer)
-            self._note_prompts(number, prompts)
+            made = ring.prefill(prompts, self.observer, functools.partial(self._note_prompts, number, len(prompts)))
             for row, prompt in part:
                 carry, drawn = made.pop(0)
                 if prompt.goes_on:
@@ -261,14 +259,9 @@ class Generation(Iterator[Token], contextlib.AbstractContextManager["Generation"
                 del carry  # it is gone when the next prompt is prefilled
         return entered
 
-    def _note_prompts(self, group: int, prompts: Sequence[Continuation]) -> None:
-        for size in sorted({size for prompt in prompts for size in prompt.chunks}, reverse=True):
-            counts = [prompt.chunks.count(size) for prompt in prompts]
-            for turn in range(max(counts)):
-                now = [prompt for prompt, count in zip(prompts, counts, strict=True) if count > turn]
-                for k, prompt in enumerate(now):
-                    ends = size == prompt.chunks[-1] and turn + 1 == prompt.chunks.count(size)
-                    self._note(group, size, int(ends), is_prompt=True, beside=k, num_prompts=len(prompts))
+    def _note_prompts(self, group: int, num_prompts: int, size: int, ends: Sequence[bool]) -> None:
+        for k, each in enumerate(ends):
+            self._note(group, size, int(each), is_prompt=True, beside=k, num_prompts=num_prompts)
 
     def _note(self, group: int, num_tokens: int, num_made: int, *, is_prompt: bool, beside: int, num_prompts: int = 0) -> None:
         self.num_passes += 1
@@ -330,8 +323,11 @@ def generation(
     foresee = functools.partial(_forecast, request._replace(carry=shapes, key=key), num_kept)
     if leaves is None:
         return Generation((), places, shown=False, foresee=foresee)
+    rings, prefix = list[Ring](), list[Array]()  # one of each replica; and what they hand on to one another
     try:
-        rings = [_ring(request, leaves, engine, num_kept) for engine in request.engine.replicas]
+        for engine in request.engine.replicas:
+            held, own = leaves if engine is request.engine else engine.at_replica(leaves), request._replace(engine=engine)
+            rings.append(Ring(*passes_of(own, Lasting(held)), own, num_kept, prefix))
     except Exception as error:
         lengths = {leaf.shape[0] for leaf in jax.tree.leaves(request.carry) if leaf.shape}
         if len(lengths) == 1 and (length := lengths.pop()) > 1:
@@ -344,13 +340,6 @@ def generation(
         raise ArgumentError(f"{request.where}(..., fn, ...)", rule, got, "pass a function without them, as for one device")
     again = None if isinstance(prompts, Iterator) else places_of
     return Generation(rings, places, shown=shown, again=again, foresee=foresee)
-
-
-def _ring(request: Request, leaves: Leaves[Array], engine: Engine, num_kept: int) -> Ring:
-    """The ring of one replica, which ``engine`` is for."""
-    held = leaves if engine is request.engine else engine.at_replica(leaves)
-    request = request._replace(engine=engine)
-    return Ring(*passes_of(request, Lasting(held)), request, num_kept)
 
 
 def check_asked(where: str, engine: Engine, fn: ForwardFn, carry: Tree, counts: Mapping[str, int | None], *, shapes: bool) -> None:

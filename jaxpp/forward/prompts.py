@@ -19,8 +19,6 @@ from jaxpp.stages.jaxpr import describe
 from jaxpp.stages.loss.traced_loss import unfit
 from jaxpp.types import Tree
 
-__all__ = ["Continuation", "Places", "Prompts", "Rows", "Token", "chunk_lengths", "chunk_sizes"]
-
 _LARGEST = 2**31 - 1  # tokens are int32 on the devices
 _UNKNOWN = ", for which there are logits"
 _NUM_TOKENS = "num_tokens is a whole number of at least 1, or a sequence with such a number for each prompt"

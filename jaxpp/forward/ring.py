@@ -46,8 +46,6 @@ from jaxpp.stages.program import Ref, Role
 from jaxpp.stages.stacked import Slices, concatenated, is_slices, joined, split_like
 from jaxpp.types import Array, Aval, Batch, ForwardFn, Key, Leaf, Tree
 
-__all__ = ["AHEAD", "CompiledPass", "Group", "Lasting", "Passes", "Request", "Ring", "check_unstepped", "passes_of", "prompts_of"]
-
 AHEAD = 2  # turns that are begun before the tokens of the first of them are read
 
 
@@ -290,9 +288,12 @@ Admitted = tuple[int, Continuation]
 
 
 class Ring:
-    """Runs the passes of groups of sequences, whose carries stay on their stages."""
+    """Runs the passes of groups of sequences, whose carries stay on their stages.
 
-    def __init__(self, alone: Passes, together: Passes, request: Request, num_kept: int):
+    In ``prefix`` is, of a prompt that comes again, the carry before its last token, of whichever of several rings was given it.
+    """
+
+    def __init__(self, alone: Passes, together: Passes, request: Request, num_kept: int, prefix: list[Array]):
         self.alone, self.together, self.num_groups, self.group_size = alone, together, request.num_groups, request.group_size
         layout, self._key = alone.engine.layout, request.key
         held = layout.variables[1][0]
@@ -310,7 +311,7 @@ class Ring:
         self._by_stage = [(mine, tuple(axes[k] for k in mine)) for mine in by_stage]
         self.num_kept = num_kept  # carries beside those of the groups
         self.most_prompts = alone.most_prompts(request.group_size)  # that are prefilled at once
-        self._prefix: list[Array] = []  # of a prompt that comes again: the carry before its last token
+        self._prefix = prefix
         self._tokens_home = alone.engine.placement.places[-1].home(Ref(Role.AUX, shared=True))
 
     @property
@@ -318,12 +319,6 @@ class Ring:
         """Whether the function has collectives between replicas."""
         compiled = self.alone.prepare(np.zeros((1, 1), np.int32))
         return any(cut.loss.graph.communicates for cut in compiled.step.cuts)
-
-    def take_prefix(self, rings: "Sequence[Ring]") -> None:
-        """Keep what another ring has kept of a prompt that comes again."""
-        for ring in rings:
-            if ring is not self and ring._prefix:
-                self._prefix, ring._prefix = to_homes(ring._prefix, self._homes), []
 
     def at_once(self, admitted: Iterable[Admitted | Exception]) -> Iterator[list[Admitted] | Exception]:
         """The prompts that are prefilled at once: at most ``most_prompts``, which do not wait for what comes again of another."""
@@ -340,8 +335,13 @@ class Ring:
         if part:
             yield part
 
-    def prefill(self, prompts: Sequence[Continuation], observer: Observer | None) -> list[tuple[list[Array], NextToken]]:
-        """Run prompts through the stages in chunks, each in a carry of its own: the carry, and the first token."""
+    def prefill(
+        self, prompts: Sequence[Continuation], observer: Observer | None, note: Callable[[int, Sequence[bool]], None]
+    ) -> list[tuple[list[Array], NextToken]]:
+        """Run prompts through the stages in chunks, each in a carry of its own: the carry, and the first token.
+
+        Of chunks that have begun ``note`` is told their size, and for the prompt of each whether it was the last.
+        """
         carries, drawn = list(map(self._begun, prompts)), list[NextToken | None]([None] * len(prompts))
         starts = [len(prompt.tokens) - sum(prompt.chunks) for prompt in prompts]
         left = [deque(prompt.chunks) for prompt in prompts]
@@ -352,15 +352,18 @@ class Ring:
                 left[k].popleft()
                 last = starts[k] == len(prompts[k].tokens) - 1
                 if last and prompts[k].repeated != prompts[k].again:  # the first of equal prompts, or the last
-                    self._prefix = self._on_each_stage(_copies, carries[k]) if prompts[k].repeated else []
+                    self._prefix[:] = self._on_each_stage(_copies, carries[k]) if prompts[k].repeated else []
             tokens = [np.array(prompts[k].tokens[None, starts[k] : starts[k] + size], np.int32) for k in now]
             for k, made in zip(now, self.alone([carries[k] for k in now], tokens, observer), strict=True):
                 carries[k], drawn[k] = made
                 starts[k] += size
+            note(size, [not left[k] for k in now])
         return [(carry, cast("NextToken", token)) for carry, token in zip(carries, drawn, strict=True)]  # a prompt has a token
 
     def _begun(self, prompt: Continuation) -> list[Array]:
         """The carry of a sequence before the passes of its prompt."""
+        if prompt.again:
+            self._prefix[:] = to_homes(self._prefix, self._homes)  # from the ring that had the prompt before
         carry = self._on_each_stage(_copies, self._prefix if prompt.again else self._empty)
         carry[self._key_leaf] = put(_sequence_key(self._key, np.uint32(prompt.prompt)), self._homes[self._key_leaf])
         if self._max_length is not None and not prompt.again:

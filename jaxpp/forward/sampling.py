@@ -14,27 +14,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Float, Int, UInt32
 
 from jaxpp.errors import ArgumentError, OutputError, is_count, shown
 from jaxpp.errors.checks import is_real
 from jaxpp.errors.tracebacks import entries
 from jaxpp.forward.functions import Wrapped
 from jaxpp.stages.jaxpr import describe
+from jaxpp.stages.loss.traced_loss import differences
 from jaxpp.types import Array, Aval, Key, Tree
-
-__all__ = [
-    "History",
-    "NextToken",
-    "NextTokenFn",
-    "NextTokensFn",
-    "SampleRule",
-    "Sampler",
-    "Sampling",
-    "SequenceCarry",
-    "draw",
-    "sampler_of",
-]
 
 Sampler = Callable[..., Int[Array, ""]]  # (logits [vocab], key[, history]): the token drawn for one position; traced
 
@@ -129,15 +117,10 @@ class Sampling:
 
     def __call__(self, logits: Float[Array, " vocab"], key: Key, history: History | None = None) -> Int[Array, ""]:
         """The token drawn from the logits of one position; -1 if all that are not in ``never`` have the logit -inf."""
-        if not self.never:
-            return self._drawn(logits, key, history)
-        some_left = self._allowed(logits, history).max() != -jnp.inf  # else a token of ``never`` would be as likely as any other
-        return jnp.where(some_left, self._drawn(logits, key, history), -1)
-
-    def _drawn(self, logits: Float[Array, " vocab"], key: Key, history: History | None) -> Int[Array, ""]:
-        if self.temperature == 0:
-            return jnp.argmax(self._allowed(logits, history))
-        return jax.random.categorical(key, self.adjusted(logits, history))
+        allowed = self._allowed(logits, history)
+        token = jnp.argmax(allowed) if self.temperature == 0 else jax.random.categorical(key, self.adjusted(logits, history))
+        # Where none is left, a token of ``never`` would be as likely as any other.
+        return jnp.where(allowed.max() != -jnp.inf, token, -1) if self.never else token
 
     def _allowed(self, logits: Float[Array, " vocab"], history: History | None) -> Float[Array, " vocab"]:
         logits = _wide(logits)
@@ -179,7 +162,9 @@ class Sampling:
         if self.top_k is None and not nucleus:
             return logits
         values, tokens = jax.lax.top_k(logits, size if self.top_k is None else int(self.top_k))
-        keep = _nucleus(values, float(self.top_p or 1)) if nucleus else jnp.ones(values.shape, bool)
+        keep = jnp.ones(values.shape, bool)
+        if nucleus:  # those before which ``top_p`` is not reached yet
+            keep = keep.at[1:].set(jnp.cumsum(jax.nn.softmax(values))[:-1] < float(self.top_p or 1))
         return jnp.where(jnp.zeros(size, bool).at[tokens].set(keep), logits, -jnp.inf)
 
 
@@ -189,12 +174,6 @@ def _wide(logits: Float[Array, " vocab"]) -> Float[Array, " vocab"]:
         rule, fix = "a token is drawn from the logits of one position, [vocab]", "use jax.vmap for several positions"
         raise ArgumentError("jaxpp.Sampling(...)(logits, key)", rule, describe(logits), fix)
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-
-
-def _nucleus(logits: Float[Array, " k"], top_p: float) -> Bool[Array, " k"]:
-    """Which of the tokens, the likeliest first, are needed to reach ``top_p``: those before which it is not reached yet."""
-    reached = jnp.cumsum(jax.nn.softmax(logits))
-    return jnp.concatenate([jnp.ones(1, bool), reached[:-1] < top_p])
 
 
 SampleRule = str | Sampling | Sampler | None  # what a user may pass as ``sample``
@@ -321,19 +300,7 @@ class NextTokensFn(Wrapped):
 
 
 def _check_carry(old: Tree, new: Tree) -> None:
-    before, after = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (old, new))
-    name = jax.tree_util.keystr
-    wrong = [f"carry{name(path)} is missing in the new carry" for path in before if path not in after]
-    wrong += [f"carry{name(path)} is new" for path in after if path not in before]
-    shapes = {path: jax.eval_shape(jnp.asarray, leaf) for path, leaf in after.items() if path in before}
-    wrong += [
-        f"carry{name(path)}: {describe(before[path])} becomes {describe(shape)}"
-        for path, shape in shapes.items()
-        if (shape.shape, shape.dtype) != (before[path].shape, before[path].dtype)
-    ]
-    if not wrong and jax.tree.structure(old) != jax.tree.structure(new):
-        wrong = [f"{jax.tree.structure(old)} becomes {jax.tree.structure(new)}"]
-    if wrong:
+    if wrong := differences(jax.tree.map(lambda leaf: jax.eval_shape(jnp.asarray, leaf), new), old, "carry"):
         rule = "the new carry has the tree, the shapes and the types of the old one, so that a pass can follow on another"
         fix = "return every leaf, changed or not, write into a cache of fixed size, and cast with .astype(old.dtype)"
         raise OutputError(_FN, rule, wrong, fix)

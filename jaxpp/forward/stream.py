@@ -18,8 +18,6 @@ from jaxpp.errors.tracebacks import current_trace, entries, is_ctrl_c, leave
 from jaxpp.errors.user_mesh import set_aside
 from jaxpp.types import Batch, Tree
 
-__all__ = ["Stream"]
-
 _PULLED, _DISPATCHED, _FAILED = "pulled", "dispatched", "failed"  # in flight: a batch, its outputs, the exception in their place
 
 

@@ -3,7 +3,6 @@
 That needs parameters of an earlier step (``Pipeline(delay=1)``): the forwards of a step do not wait for the update before them.
 """
 
-import heapq
 import itertools
 from collections import deque
 
@@ -11,7 +10,7 @@ from jaxpp.errors import ScheduleError
 from jaxpp.errors.tracebacks import entry
 from jaxpp.schedule.action import Action, Kind
 from jaxpp.schedule.base import Schedule
-from jaxpp.schedule.clock import UNIT, Number, bars, dependencies
+from jaxpp.schedule.clock import UNIT, bars, dependencies
 from jaxpp.schedule.residual_counts import lifetimes, peaks
 from jaxpp.schedule.validate import check_counts
 
@@ -79,24 +78,19 @@ def _rows(schedule: Schedule, num_steps: int) -> list[list[Action]]:
                 return step
         return None
 
-    ends = list[tuple[Number, int, Action]]()
-    idle, now = set(range(len(rows))), 0
-    while idle or ends:
-        for rank in sorted(idle):
-            if (step := following(rank)) is not None:
+    running, now = dict[int, tuple[int, Action]](), 0  # by rank, with the slot in which it ends
+    while any(left) or running:
+        for rank, (_, action) in [(rank, each) for rank, each in running.items() if each[0] == now]:
+            done.add(action)
+            held[rank] -= action == frees[action[::2]]
+            del running[rank]
+        for rank in range(len(rows)):
+            if rank not in running and (step := following(rank)) is not None:
                 action = step.popleft()
                 rows[rank].append(action)
                 held[rank] += action.kind == Kind.F
-                heapq.heappush(ends, (now + UNIT[action.kind], rank, action))
-                idle.discard(rank)
+                running[rank] = now + UNIT[action.kind], action
                 while left[rank] and not left[rank][0]:
                     left[rank].popleft()
-        if not ends:
-            break
-        now = ends[0][0]
-        while ends and ends[0][0] == now:
-            _, rank, action = heapq.heappop(ends)
-            done.add(action)
-            held[rank] -= action == frees[action[::2]]
-            idle.add(rank)
+        now += 1
     return rows

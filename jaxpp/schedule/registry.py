@@ -30,8 +30,7 @@ def naive(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Bubble (p - 1) / p, whatever the number of microbatches; residuals of one microbatch on every rank.
     """
-    order = [(kind, i) for i in range(num_microbatches) for kind in (Kind.F, Kind.B)]
-    return Schedule("naive", tuple(tuple(Action(rank, *each) for each in order) for rank in range(num_ranks)))
+    return _one_stage_a_rank("naive", [[(num_microbatches, "F B")]] * num_ranks)
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -45,8 +44,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     Bubble (p - 1) / (m + p - 1); residuals of all m microbatches on every rank. The order is PyTorch's ``ScheduleGPipe``.
     Reference: Huang et al., GPipe, arXiv:1811.06965.
     """
-    order = [(kind, i) for kind in (Kind.F, Kind.B) for i in range(num_microbatches)]
-    return Schedule("gpipe", tuple(tuple(Action(rank, *each) for each in order) for rank in range(num_ranks)))
+    return _one_stage_a_rank("gpipe", [[(num_microbatches, "F"), (num_microbatches, "B")]] * num_ranks)
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -62,7 +60,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     (p - 1) / (m + p - 1); residuals of min(m, p - r) microbatches on rank r. PyTorch's ``Schedule1F1B`` runs this order (its
     printed table differs on the last rank). Reference: Narayanan et al., arXiv:2104.04473, section 2.2.1 (PipeDream-Flush).
     """
-    return Schedule("1f1b", _one_stage_a_rank(num_microbatches, range(num_ranks - 1, -1, -1)))
+    return _one_stage_a_rank("1f1b", [_alternating(num_microbatches, num_ranks - r - 1) for r in range(num_ranks)])
 
 
 def eager_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -79,26 +77,20 @@ def eager_1f1b(num_ranks: int, num_microbatches: int) -> Schedule:
     min(m, 2 (p - r) - 1) microbatches on rank r. NVIDIA's JaxPP calls the order ``Eager1F1B``. Reference: Zhuang et al., On
     Optimizing the Communication of Model Parallelism, arXiv:2211.05322.
     """
-    return Schedule("eager-1f1b", _one_stage_a_rank(num_microbatches, range(2 * (num_ranks - 1), -1, -2)))
+    return _one_stage_a_rank("eager-1f1b", [_alternating(num_microbatches, 2 * (num_ranks - r - 1)) for r in range(num_ranks)])
 
 
-def _one_stage_a_rank(num_microbatches: int, warm_ups: Sequence[int]) -> tuple[ActionRow, ...]:
-    """Rows that alternate after so many forwards each."""
-
-    def row(rank: int, warm_up: int) -> ActionRow:
-        forwards, backwards = ([Action(rank, kind, i) for i in range(num_microbatches)] for kind in (Kind.F, Kind.B))
-        return _alternate(forwards, backwards, warm_up)
-
-    return tuple(row(rank, warm_up) for rank, warm_up in enumerate(warm_ups))
+_Phases = Sequence[tuple[int, str]]  # a row as words, each so many times, such as (3, "F B"); see ``_written``
 
 
-def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> ActionRow:
+def _one_stage_a_rank(name: str, phases: Sequence[_Phases]) -> Schedule:
+    return Schedule(name, tuple(_written({"": rank}, each) for rank, each in enumerate(phases)))
+
+
+def _alternating(count: int, warm_up: int) -> _Phases:
     """So many forwards, then one forward and one backward in turn, then the other backwards."""
-    warm_up = min(len(forwards), warm_up)
-    row = forwards[:warm_up]
-    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        row += [forward, backward]
-    return (*row, *backwards[len(forwards) - warm_up :])
+    ahead = min(count, warm_up)
+    return [(ahead, "F"), (count - ahead, "F B"), (ahead, "B")]
 
 
 def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Schedule:
@@ -122,8 +114,9 @@ def interleaved(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> 
 
     def row(rank: int) -> ActionRow:
         stages = range(rank, num_ranks * stages_per_rank, num_ranks)
-        warm_up = (stages_per_rank - 1) * size + 2 * (num_ranks - rank - 1)
-        return _alternate(deal(Kind.F, stages), deal(Kind.B, stages[::-1]), warm_up)
+        next_of = {Kind.F: iter(deal(Kind.F, stages)), Kind.B: iter(deal(Kind.B, stages[::-1]))}
+        phases = _alternating(num_microbatches * stages_per_rank, (stages_per_rank - 1) * size + 2 * (num_ranks - rank - 1))
+        return tuple(next(next_of[Kind(word)]) for times, words in phases for word in words.split() * times)
 
     return Schedule("interleaved", tuple(map(row, range(num_ranks))), tuple(range(num_ranks)) * stages_per_rank)
 
@@ -163,7 +156,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     the last bits of a gradient may differ from 1f1b's, not between the schedules that split every backward. The order is that of
     PyTorch's ``ScheduleInterleavedZeroBubble`` (ZB1P) at one stage a rank. Reference: Qi et al., Zero Bubble, arXiv:2401.10241.
     """
-    return Schedule("zb-h1", tuple(_split_row(r, num_microbatches, num_ranks - r - 1, lag=r) for r in range(num_ranks)))
+    return _one_stage_a_rank("zb-h1", [_split(num_microbatches, num_ranks - r - 1, lag=r) for r in range(num_ranks)])
 
 
 def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -173,20 +166,13 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     on every rank. No rank idles between its first and its last action (m >= 2 p - 1). The makespan is that of zb-h1, but where
     steps follow one another without a barrier nothing is lost.
     """
-    rows = (_split_row(r, num_microbatches, 2 * (num_ranks - r - 1), lag=2 * r) for r in range(num_ranks))
-    return Schedule("zb-h2", tuple(rows))
+    return _one_stage_a_rank("zb-h2", [_split(num_microbatches, 2 * (num_ranks - r - 1), lag=2 * r) for r in range(num_ranks)])
 
 
-def _split_row(rank: int, num_microbatches: int, warm_up: int, lag: int) -> ActionRow:
+def _split(count: int, warm_up: int, lag: int) -> _Phases:
     """``warm_up`` forwards, then one forward, one input gradient, and the weight gradient of ``lag`` microbatches before."""
-    row = [Action(rank, Kind.F, i) for i in range(min(warm_up, num_microbatches))]
-    for i in range(num_microbatches):
-        if i + warm_up < num_microbatches:
-            row.append(Action(rank, Kind.F, i + warm_up))
-        row.append(Action(rank, Kind.I, i))
-        if i >= lag:
-            row.append(Action(rank, Kind.W, i - lag))
-    return (*row, *(Action(rank, Kind.W, i) for i in range(max(0, num_microbatches - lag), num_microbatches)))
+    ahead = min(count, warm_up)
+    return [(ahead, "F"), *((1, "F " * (i + ahead < count) + "I" + " W" * (i >= lag)) for i in range(count)), (lag, "W")]
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -229,7 +215,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
             (full, "uW"),
             (full, "dW"),
         ]
-        rows.append(tuple(a for a in _written(rank, num_ranks, phases) if a.microbatch < num_microbatches))
+        rows.append(tuple(a for a in _written(_in_v(rank, num_ranks), phases) if a.microbatch < num_microbatches))
     return _v("zb-v", num_ranks, rows)
 
 
@@ -237,18 +223,22 @@ def _v(name: str, num_ranks: int, rows: Sequence[ActionRow]) -> Schedule:
     return Schedule(name, tuple(rows), (*range(num_ranks), *reversed(range(num_ranks))))
 
 
-def _written(rank: int, num_ranks: int, phases: Sequence[tuple[int, str]]) -> ActionRow:
-    """A row of phases, each so many times some words.
+def _in_v(rank: int, num_ranks: int) -> Mapping[str, int]:
+    """What the stages of a rank are called: on the way down the V, and on the way up."""
+    return {"d": rank, "u": 2 * num_ranks - 1 - rank}
 
-    ``dF`` is the next forward of the rank's stage on the way down the V, ``uI`` the next backward of its stage on the way up;
-    ``dW`` is the weight gradient that its stage owes longest, ``W`` that of either stage; nothing if none is owed.
+
+def _written(stages: Mapping[str, int], phases: _Phases) -> ActionRow:
+    """A row of phases, each so many times some words, which begin with what ``stages`` call the rank's stages.
+
+    ``dF`` is the next forward of the stage called ``d``, ``uI`` the next backward of that called ``u``; ``dW`` is the weight
+    gradient that its stage owes longest, ``W`` that of any stage; nothing if none is owed.
     """
-    stages = {"d": rank, "u": 2 * num_ranks - 1 - rank}
     row, owed = list[Action](), list[Action]()
     following = Counter[tuple[int, bool]]()
     for times, words in phases:
         for word in words.split() * times:
-            kind, stage = Kind(word[-1]), stages.get(word[0])
+            kind, stage = Kind(word[-1]), stages.get(word[:-1])
             if kind == Kind.W:
                 due = next((action for action in owed if stage in (None, action.stage)), None)
                 if due is not None:
@@ -339,7 +329,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
             (after, "W dI"),
             (num_microbatches, "W W"),
         ]
-        rows.append(_written(rank, num_ranks, phases))
+        rows.append(_written(_in_v(rank, num_ranks), phases))
     return _v("dualpipe-v", num_ranks, rows)
 
 

@@ -379,26 +379,18 @@ def simulate_prefetch(
         >>> simulate_prefetch(1000, compute=10, load=12).idle
         2010
     """
-    times = {"compute": compute, "load": load, "store": store}
-    lists = {name: list(value) if isinstance(value, Sequence) else [value] * max(num_steps, 0) for name, value in times.items()}
+    given = {"load": load, "compute": compute, "store": store}
+    lists = {name: list(value) if isinstance(value, Sequence) else [value] * max(num_steps, 0) for name, value in given.items()}
     wrong = [f"{name}={count!r}" for name, count in {"num_steps": num_steps, "slots": slots}.items() if count < 1]
-    wrong += [f"{name}={times[name]!r}" for name, listed in lists.items() if len(listed) != num_steps or min(listed, default=0) < 0]
+    wrong += [f"{name}={given[name]!r}" for name, listed in lists.items() if len(listed) != num_steps or min(listed, default=0) < 0]
     if wrong:
         rule = "there are steps and slots, and a time is a number of at least 0, or a sequence of one a step"
         fix = f"pass one number, or {num_steps} of them; slots=2 prefetches one"
         raise ScheduleError("simulate_prefetch(...)", rule, wrong, fix)
-    loads, steps, stores = list[_Span](), list[_Span](), list[_Span]()
-    loaded = computed = stored = (0, 0)
-    for k, (work, bring, write) in enumerate(zip(*lists.values(), strict=True)):
-        loaded = _next(loaded, stores[k - slots] if k >= slots else loaded, bring)
-        computed = _next(computed, loaded, work)
-        stored = _next(stored, computed, write)
-        loads.append(loaded)
-        steps.append(computed)
-        stores.append(stored)
-    return PrefetchSimulation(tuple(loads), tuple(steps), tuple(stores))
-
-
-def _next(before: _Span, source: _Span, time: Number) -> _Span:
-    start = max(before[1], source[1])
-    return start, start + time
+    # A ring of three stages: a load waits for the store of the set that had its slot.
+    rows = [tuple(Action(stage, Kind.F, k) for k in range(num_steps)) for stage in range(3)]
+    taken = {
+        action: time for row, listed in zip(rows, lists.values(), strict=True) for action, time in zip(row, listed, strict=True)
+    }
+    times = replay(rows, range(3), Timing(taken), num_groups=slots)
+    return PrefetchSimulation(*(tuple(zip(*spans, strict=True)) for spans in zip(times.starts, times.ends, strict=True)))

@@ -242,10 +242,6 @@ def _shortest_cycle(stuck: Sequence[ActionRow], place: _Places, needs: _Needs) -
 
     An action waits for those that it needs, and for those before it in its row. Where very many are stuck, few cycles are compared.
     """
-    for action, (rank, k) in place.items():
-        for need in needs[action]:
-            if place[need] > (rank, k) and place[need][0] == rank:
-                return [action, need]
     best: list[Action] = []
     heads = [row[0] for row in stuck if row]
     for root in heads if len(place) > _MOST_ROOTS else place:

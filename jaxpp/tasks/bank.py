@@ -34,8 +34,6 @@ from jaxpp.tasks.host_store import HostStore
 from jaxpp.tasks.sets import BankSets, SetLayout, check_params, few_names
 from jaxpp.types import Array, Device, Key, Leaf, LossFn, Params, Tree
 
-__all__ = ["ActiveTask", "Bank", "insert", "sets_of"]
-
 Path = str | Sequence[str]  # the keys down to a subtree, such as "head" or "block_1/adapter"; or several such paths
 
 

@@ -32,8 +32,6 @@ from jaxpp.tasks.host_store import HostCopy
 from jaxpp.tasks.sets import BankSets, SetLayout, is_key
 from jaxpp.types import Params, Tree
 
-__all__ = ["BankFiles", "Json"]
-
 Json = Any  # what JSON gives back unchanged: dicts with texts as keys, lists, texts, numbers, booleans, None
 
 _FORMAT = 1
@@ -104,7 +102,10 @@ class BankFiles:
                 _write(where, writer, path / folder, ocp.args.PyTreeSave(tree), done)
                 account.sets[name] = folder, copies[name].version
         self._last = account
-        return _write_manifest(account.close(copies), layouts)
+        numbers: dict[SetLayout, int] = {}
+        rows = account.close(copies).items()
+        sets = [[_encoded(name), folder, numbers.setdefault(layouts[name], len(numbers))] for name, folder in rows]
+        return {"jaxpp_bank": _FORMAT, "sets": sets, "forms": list(map(_form, numbers))}
 
     def restore(self, directory: _Directory, manifest: Json) -> None:
         """Give every set the values that a manifest names: all sets, or none."""
@@ -288,12 +289,6 @@ def _check_paths(where: str, name: Hashable, layout: SetLayout) -> None:
             rule = "Orbax joins the keys of a leaf with dots, so no two leaves may be the same then"
             raise BankError(where, rule, f"{name!r} has {seen[joined]} and {mine}", "rename the key that has a dot in it")
         seen[joined] = mine
-
-
-def _write_manifest(folders: Mapping[Hashable, str], layouts: Mapping[Hashable, SetLayout]) -> dict[str, Json]:
-    numbers: dict[SetLayout, int] = {}
-    sets = [[_encoded(name), folder, numbers.setdefault(layouts[name], len(numbers))] for name, folder in folders.items()]
-    return {"jaxpp_bank": _FORMAT, "sets": sets, "forms": list(map(_form, numbers))}
 
 
 def _read_manifest(where: str, manifest: Json) -> tuple[dict[Hashable, tuple[str, int]], list[Json]]:

@@ -33,8 +33,6 @@ from jaxpp.stages.jaxpr import shapes_of
 from jaxpp.stages.stacked import Slices, Slicing
 from jaxpp.types import Array, Device, DType, Leaf
 
-__all__ = ["LARGEST_PACKED", "HostCopy", "HostStore", "SetPacking", "Traffic"]
-
 LARGEST_PACKED = 1 << 16  # bytes: arrays of 4 KiB travel three times as fast packed, arrays of 64 KiB as fast either way
 
 SetHome = Sharding | Slices  # Where a leaf of a set lives on the device: somewhere, or each of some slices of it somewhere
@@ -178,22 +176,17 @@ class Traffic(NamedTuple):
 class _Row:
     """The sets on the devices of one replica: those lent, and copies that wait, the oldest first; the prefetched wait packed."""
 
-    copies: dict[Hashable, tuple[Array, ...]] = field(default_factory=dict)
+    copies: dict[Hashable, tuple[SetPacking | None, tuple[Array, ...]]] = field(default_factory=dict)
     lent: set[Hashable] = field(default_factory=set)
-    prefetched: dict[Hashable, SetPacking] = field(default_factory=dict)
-
-    def drop(self, name: Hashable) -> tuple[Array, ...] | None:
-        self.prefetched.pop(name, None)
-        return self.copies.pop(name, None)
 
     def release(self, name: Hashable) -> None:
         self.lent.discard(name)
-        self.drop(name)
+        self.copies.pop(name, None)
 
     def make_room(self, slots: int) -> bool:
         """Let go of the least recently used copies until a slot is free; whether one is."""
         while self.copies and len(self.copies) + len(self.lent) >= slots:
-            self.drop(next(iter(self.copies)))
+            del self.copies[next(iter(self.copies))]
         return len(self.lent) < slots
 
 
@@ -236,7 +229,7 @@ class HostStore:
     @property
     def devices(self) -> list[Device]:
         """The devices on which copies wait, in their order."""
-        copies = [leaf for cache in self._rows.values() for leaves in cache.copies.values() for leaf in leaves]
+        copies = [leaf for cache in self._rows.values() for _, leaves in cache.copies.values() for leaf in leaves]
         return sorted({device for leaf in copies for device in leaf.devices()}, key=lambda device: device.id)
 
     def resident(self, row: Hashable = 0) -> tuple[Hashable, ...]:
@@ -309,11 +302,9 @@ class HostStore:
             cache = self._rows[row]
             if name in cache.lent:
                 raise _set_in_use(name, "a set is in use once at a time")
-            packing = cache.prefetched.get(name)
-            leaves = cache.drop(name)
-            if leaves is None:
-                packing, leaves = self._load(name, homes, row)
-            else:
+            found = cache.copies.pop(name, None)
+            packing, leaves = self._load(name, homes, row) if found is None else found
+            if found is not None:
                 self._count(Traffic(hits=1, prefetch_hits=packing is not None))
             if packing is not None:
                 leaves = self._with_room(name, partial(packing.unpack, leaves))
@@ -329,7 +320,7 @@ class HostStore:
             if name in cache.copies:
                 cache.copies[name] = cache.copies.pop(name)
             elif name not in cache.lent:
-                cache.prefetched[name], cache.copies[name] = self._load(name, homes, row)
+                cache.copies[name] = self._load(name, homes, row)
 
     def write_back(
         self, name: Hashable, leaves: Sequence[Array | Slices], rows: Sequence[Hashable] = (0,), resident: Sequence[_Leaves] = ()
@@ -371,7 +362,7 @@ class HostStore:
             cache = self._rows[row]
             cache.lent.discard(name)
             if cache.make_room(self.slots):
-                cache.copies[name] = tuple(leaves)
+                cache.copies[name] = None, tuple(leaves)
 
     def release(self, name: Hashable, rows: Sequence[Hashable] = (0,)) -> None:
         """Give a set back as if it had not been lent: nothing is written, and its copy is dropped."""
@@ -468,7 +459,6 @@ class HostStore:
                 raise
         for cache in self._rows.values():
             cache.copies.clear()
-            cache.prefetched.clear()
         self._settle(0)
         return work()
 
@@ -490,7 +480,7 @@ class HostStore:
             if now:
                 self.hosts[write.name] = write.old
                 for cache in self._rows.values():
-                    cache.drop(write.name)
+                    cache.copies.pop(write.name, None)
             self._writes = deque(w._replace(old=write.old) if w.old is write.new else w for w in self._writes)
             if now or followed:  # else the set was removed or replaced meanwhile
                 raise _write_failed(write.name, error) from error

@@ -35,8 +35,6 @@ from jaxpp.tasks.bank import Bank, sets_of
 from jaxpp.tasks.sets import BankSets, SetHomes, SetLayout
 from jaxpp.types import Array, Batch, Device, Home, Key, Leaf, LossFn, TaskNames, Tree
 
-__all__ = ["BankRunner", "Runner", "check_bank", "waiting_names", "with_set"]
-
 _T = TypeVar("_T")
 _Row = Sequence[Array]  # the leaves of one replica's set that this process holds
 

@@ -15,11 +15,9 @@ from jaxpp.errors import BankError
 from jaxpp.runtime.edges import HOST_MEMORY
 from jaxpp.runtime.processes.here import elsewhere, is_here, processes_of, spread
 from jaxpp.stages.jaxpr import describe
-from jaxpp.stages.loss.traced_loss import unfit
+from jaxpp.stages.loss.traced_loss import differences, unfit
 from jaxpp.tasks.host_store import HostStore
 from jaxpp.types import Leaf, Params, Tree
-
-__all__ = ["BankSets", "SetHomes", "SetLayout", "check_params", "few_names", "is_key"]
 
 
 class SetLayout(NamedTuple):
@@ -36,18 +34,8 @@ class SetLayout(NamedTuple):
 
     def differences(self, params: Params, opt_state: Tree) -> list[str]:
         """How two trees differ from this layout: a line for each difference."""
-        wrong = []
-        for name, tree, expected in zip(("params", "opt_state"), (params, opt_state), self.fill(self.shapes), strict=True):
-            if jax.tree.structure(tree) != jax.tree.structure(expected):
-                wrong.append(f"{name} has the structure {jax.tree.structure(tree)} instead of {jax.tree.structure(expected)}")
-                continue
-            pairs = zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected), strict=True)
-            wrong += [
-                f"{name}{jax.tree_util.keystr(path)} is {_describe(leaf)} instead of {describe(aval)}"
-                for (path, leaf), aval in pairs
-                if _is_no_array(leaf) or (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype)
-            ]
-        return wrong
+        wanted = self.fill(self.shapes)
+        return [*differences(params, wanted[0], "params"), *differences(opt_state, wanted[1], "opt_state")]
 
 
 @dataclass(frozen=True)
@@ -130,11 +118,12 @@ def check_params(where: str, params: Params) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
         raise BankError(where, "a set has at least one array", "a tree without leaves", "pass the task's parameters")
-    wrong = [
-        f"params{jax.tree_util.keystr(path)} is {_describe(leaf)}"
-        for path, leaf in leaves
-        if _is_no_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
+    wrong = list[str]()
+    for path, leaf in leaves:
+        why = None if isinstance(leaf, jax.Array) else unfit(leaf, numbers=False)  # what a step has taken over is told elsewhere
+        if why is not None or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            what = describe(leaf) if why is None else "a " * ("[" not in why.what) + why.what
+            wrong.append(f"params{jax.tree_util.keystr(path)} is {what}")
     if wrong:
         fix = "make a Python number an array with np.float32(number); keep integers with what all tasks share, such as an int8 base"
         raise BankError(where, "the parameters of a set are arrays of floating numbers", wrong, fix)
@@ -149,14 +138,3 @@ def few_names(names: Sequence[Hashable]) -> str:
 def is_key(leaf: Leaf) -> bool:
     """Whether an array holds typed PRNG keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-
-
-def _is_no_array(leaf: Leaf) -> bool:
-    """Whether it is none that JAX takes; one that a step has taken over is told of elsewhere."""
-    return not isinstance(leaf, jax.Array) and unfit(leaf, numbers=False) is not None
-
-
-def _describe(leaf: Leaf) -> str:
-    if _is_no_array(leaf) and (why := unfit(leaf, numbers=False)):
-        return f"a {why.what}" if "[" not in why.what else why.what
-    return describe(leaf)

@@ -132,7 +132,7 @@ def sliced():
 STATES = {
     "opt_state: a list of 2 instead of a tuple of 2": lambda s: s._replace(opt_state=[*s.opt_state]),
     "state.params['out'] is missing": lambda s: s._replace(params={"w": s.params["w"]}),
-    "state.params['v'] is not of this pipeline": lambda s: s._replace(params={**s.params, "v": s.params["out"]}),
+    "state.params['v'] is not expected": lambda s: s._replace(params={**s.params, "v": s.params["out"]}),
     "state.params: none instead of a dict of 2": lambda s: s._replace(params=None),
     "state.params['out']: float": lambda s: s._replace(params={**s.params, "out": 3.0}),
     "state.params['out']: f32[4,3] instead of f32[4,2]": lambda s: s._replace(params={**s.params, "out": jnp.ones((4, 3))}),

@@ -409,11 +409,12 @@ def test_a_task_given_back_holds_nothing_and_says_where_its_set_is(bank):
 
 
 WRONG = {
-    "params has the structure": lambda task: {"params": {"w": task.params["w"]}},
-    r"params\['b'\] is f32\[2\] instead of f32\[8\]": lambda task: {"params": task.params | {"b": np.ones(2, "f")}},
-    r"params\['b'\] is f16\[8\] instead of f32\[8\]": lambda task: {"params": task.params | {"b": np.ones(8, np.float16)}},
-    r"params\['b'\] is a float instead of f32\[8\]": lambda task: {"params": task.params | {"b": 1.0}},
-    "opt_state has the structure": lambda task: {"opt_state": task.params},
+    r"params\['b'\] is missing": lambda task: {"params": {"w": task.params["w"]}},
+    r"params\['c'\] is not expected": lambda task: {"params": task.params | {"c": task.params["w"]}},
+    r"params\['b'\]: f32\[2\] instead of f32\[8\]": lambda task: {"params": task.params | {"b": np.ones(2, "f")}},
+    r"params\['b'\]: f16\[8\] instead of f32\[8\]": lambda task: {"params": task.params | {"b": np.ones(8, np.float16)}},
+    r"params\['b'\]: float instead of f32\[8\]": lambda task: {"params": task.params | {"b": 1.0}},
+    "opt_state: a dict of 2 instead of a tuple of 3": lambda task: {"opt_state": task.params},
 }
 
 

@@ -6,7 +6,7 @@ brought to their end one after another, the oldest first: the banker's algorithm
 the rank's own stages alone, and some action can always be taken until all are done.
 """
 
-import heapq
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -38,6 +38,7 @@ class _Offer(NamedTuple):
     start: float
     kind: int
     stage: int
+    action: int
 
 
 class _Run:
@@ -46,7 +47,7 @@ class _Run:
     def __init__(self, work: StepWork, rule: Rule):
         self.work, self.rule = work, rule
         self.done = [[0] * work.num_stages for _ in range(3)]
-        self.ends: list[list[list[float]]] = [[[] for _ in range(work.num_stages)] for _ in range(2)]
+        self.ends = {-1: 0.0}  # of each action that was taken; nobody waits for nothing
         self.free = [0.0] * len(work.room)
         self.used = [0.0] * len(work.room)
         self.rows: list[list[int]] = [[] for _ in work.room]
@@ -72,20 +73,16 @@ class _Run:
 
     def offers(self, rank: int) -> tuple[list[_Offer], list[_Offer]]:
         """What the rank could do next: forwards and cotangents, and weight gradients."""
-        work, free = self.work, self.free[rank]
-        forwards, backs, weights = self.done
-        last, found, due = work.num_stages - 1, list[_Offer](), list[_Offer]()
-        for s in work.stages_of[rank]:
-            i = forwards[s]
-            if i < work.num_microbatches and (not s or len(self.ends[FORTH][s - 1]) > i) and self.safe(s):
-                start = self.ends[FORTH][s - 1][i] + work.hops[s - 1] if s else 0.0
-                found.append(_Offer(max(free, start), FORTH, s))
-            i = backs[s]
-            if i < forwards[s] and (s == last or len(self.ends[BACK][s + 1]) > i):
-                start = self.ends[BACK][s + 1][i] + work.hops[s] if s < last else 0.0
-                found.append(_Offer(max(free, start), BACK, s))
-            if work.split[s] and weights[s] < i:
-                due.append(_Offer(free, WEIGHT, s))
+        work, ends = self.work, self.ends
+        found, due = list[_Offer](), list[_Offer]()
+        for s, kind in itertools.product(work.stages_of[rank], (FORTH, BACK, WEIGHT)):
+            i = self.done[kind][s]
+            if i == work.num_microbatches or (kind == WEIGHT and not work.split[s]):
+                continue
+            action = (kind * work.num_stages + s) * work.num_microbatches + i
+            if work.needs[action] in ends and work.behind[action] in ends and (kind != FORTH or self.safe(s)):
+                start = max(self.free[rank], ends[work.needs[action]] + work.lag[action])
+                (due if kind == WEIGHT else found).append(_Offer(start, kind, s, action))
         return found, due
 
     def choice(self, found: list[_Offer], due: list[_Offer]) -> _Offer:
@@ -101,42 +98,29 @@ class _Run:
 
     def take(self, rank: int, offer: _Offer) -> None:
         """Run it."""
-        start, kind, stage = offer
-        work, i = self.work, self.done[kind][stage]
-        end = self.free[rank] = start + work.durations[kind][stage]
-        if kind != WEIGHT:
-            self.ends[kind][stage].append(end)
+        start, kind, stage, action = offer
+        self.ends[action] = self.free[rank] = start + self.work.duration[action]
         self.done[kind][stage] += 1
-        action = (kind * work.num_stages + stage) * work.num_microbatches + i
-        self.used[rank] += work.change[action]
+        self.used[rank] += self.work.change[action]
         self.rows[rank].append(action)
 
 
 def order_by(work: StepWork, rule: Rule) -> list[list[int]]:
     """The rows that a rule makes; they stay within the room of each rank, which must hold the residuals of one microbatch."""
     run = _Run(work, rule)
-    ranks, version = range(len(work.room)), [0] * len(work.room)
-    waiting: list[tuple[float, int, int]] = []
 
-    def wake(rank: int) -> None:
-        version[rank] += 1
-        found, due = run.offers(rank)
-        start = min((offer.start for offer in (*found, *due)), default=math.inf)
-        if start < math.inf:
-            heapq.heappush(waiting, (start, rank, version[rank]))
+    def begins(rank: int) -> float:
+        return min((offer.start for offer in itertools.chain(*offered[rank])), default=math.inf)
 
-    for rank in ranks:
-        wake(rank)
-    while waiting:
-        _, rank, made = heapq.heappop(waiting)
-        if made != version[rank]:
-            continue
-        found, due = run.offers(rank)
-        offer = run.choice(found, due)
+    offered = list(map(run.offers, range(len(work.room))))
+    starts = list(map(begins, range(len(work.room))))
+    while (start := min(starts)) < math.inf:
+        rank = starts.index(start)
+        offer = run.choice(*offered[rank])
         run.take(rank, offer)
-        beside = offer.stage + 1 - 2 * offer.kind  # whose next action may be waiting for this one
-        others = {work.owner[beside]} if offer.kind != WEIGHT and 0 <= beside < work.num_stages else set()
-        for other in sorted(others | {rank}):
-            wake(other)
+        fed = work.feeds[offer.action]  # which may be waiting for this one
+        for other in {rank, work.owner[fed // work.num_microbatches % work.num_stages] if fed >= 0 else rank}:
+            offered[other] = run.offers(other)
+            starts[other] = begins(other)
     assert sum(map(len, run.rows)) == len(work.actions), "some action can always be taken"
     return run.rows

@@ -10,20 +10,12 @@ Vazacopoulos, Guided Local Search with Shifting Bottleneck for Job Shop Scheduli
 """
 
 import itertools
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxpp.schedule.synthesis.work import NumberedRows, Starts, StepWork
 
 _TENURE = 8  # steps for which an action is not moved back
-
-
-class Improved(NamedTuple):
-    """The best rows that were found, and what they take."""
-
-    span: float
-    rows: tuple[tuple[int, ...], ...]
 
 
 class _Move(NamedTuple):
@@ -167,16 +159,15 @@ class Search:
             self.kept[chosen.action, not chosen.earlier] = number + _TENURE + 7 * number % 5
 
 
-def improve(work: StepWork, rows: NumberedRows, num_steps: int) -> Improved:
+def improve(work: StepWork, rows: NumberedRows, num_steps: int) -> NumberedRows:
     """The best rows in so many steps from some rows; it ends where no order is shorter."""
-    times, given = work.clock(rows), tuple(map(tuple, rows))
-    if times is None:
-        return Improved(math.inf, given)
-    search, best = Search(work, rows, times), Improved(times.span, given)
+    if (times := work.clock(rows)) is None:
+        return rows
+    search, shortest = Search(work, rows, times), times.span
     for number in range(num_steps):
-        if best.span <= work.least_span + work.noise:
+        if shortest <= work.least_span + work.noise:
             break
-        search.step(number, best.span)
-        if search.times.span < best.span - work.noise:
-            best = Improved(search.times.span, tuple(map(tuple, search.rows)))
-    return best
+        search.step(number, shortest)
+        if search.times.span < shortest - work.noise:
+            shortest, rows = search.times.span, list(map(tuple, search.rows))
+    return rows

@@ -16,10 +16,10 @@ from jaxpp.schedule.base import Schedule
 from jaxpp.schedule.clock import Number
 from jaxpp.schedule.costs import StepCosts
 from jaxpp.schedule.registry import AUTO, SCHEDULES, make
-from jaxpp.schedule.simulate import Simulation, is_cost, items_of, per_stage
+from jaxpp.schedule.simulate import is_cost, items_of, per_stage
 from jaxpp.schedule.synthesis.greedy import GREEDY_RULES, order_by
 from jaxpp.schedule.synthesis.local_search import improve
-from jaxpp.schedule.synthesis.work import NumberedRows, StepWork, in_order
+from jaxpp.schedule.synthesis.work import NumberedRows, StepWork
 from jaxpp.schedule.validate import check_counts, check_owners
 
 _STARTS = 12  # orders from which the search begins
@@ -55,9 +55,9 @@ def synthesise(  # noqa: PLR0913  (the costs of everything)
 ) -> Schedule:
     """The shortest schedule that is found for given costs: ``jaxpp.schedule.make`` for stages that differ.
 
-    On the clock of ``simulate`` it is never longer than any schedule of the registry that has these stages and fits. Equal
-    arguments give equal schedules, in every process: nothing is random, and nothing is timed. Costs are as for ``simulate``: one
-    number, or one for each stage.
+    On the clock of ``simulate`` it is, but for rounding, never longer than any schedule of the registry that has these stages and
+    fits: the search begins with those, and keeps the shortest order. Equal arguments give equal schedules, in every process:
+    nothing is random, and nothing is timed. Costs are as for ``simulate``: one number, or one for each stage.
 
     Args:
         num_ranks: ranks, at least 1.
@@ -107,10 +107,8 @@ def synthesise(  # noqa: PLR0913  (the costs of everything)
     rooms = _rooms(room, ranks, costs, microbatches)
     owners = [owner] if owner else placements(plain.whole, ranks)
     works = _with_room([StepWork(plain, each, microbatches, rooms, (split,) * num_stages) for each in owners])
-    named = _named(works, ranks, microbatches)
-    best = _search(works, named, int(effort))
-    made = Schedule(AUTO, best.work.action_rows(best.rows), best.work.owner)
-    return min([made, *named], key=lambda schedule: Simulation(schedule, costs).makespan)
+    best = _search(works, _named(num_stages, ranks, microbatches), int(effort))
+    return Schedule(AUTO, best.work.action_rows(best.rows), best.work.owner)
 
 
 def _owner(stage_to_rank: Sequence[int] | None, num_ranks: int) -> tuple[int, ...]:
@@ -161,19 +159,12 @@ def _with_room(works: Sequence[StepWork]) -> list[StepWork]:
     raise ScheduleError(_WHERE, rule, got, fix)
 
 
-def _named(works: Sequence[StepWork], num_ranks: int, num_microbatches: int) -> list[Schedule]:
-    """The schedules of the registry that have the stages of one of the works, and fit; called as what is synthesised."""
-    found, owners = list[Schedule](), {work.owner: work for work in works}
-    v, left = divmod(len(works[0].owner), num_ranks)
-    for name, recipe in SCHEDULES.items():
-        if left or not (recipe.stages_per_rank == v or (recipe.varies and v > 1)) or not recipe.allows(num_ranks, num_microbatches):
-            continue
-        schedule = make(name, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=v)
-        if (work := owners.get(schedule.stage_to_rank)) is not None:
-            rows = work.numbered(schedule.rows)
-            if rows is not None and work.fits(rows):
-                found.append(Schedule(AUTO, in_order(schedule.rows), schedule.stage_to_rank))
-    return found
+def _named(num_stages: int, num_ranks: int, num_microbatches: int) -> list[Schedule]:
+    """The schedules of the registry that have so many stages on each rank."""
+    v, left = divmod(num_stages, num_ranks)
+    able = [name for name, recipe in SCHEDULES.items() if recipe.stages_per_rank == v or (recipe.varies and v > 1)]
+    able = [name for name in able if not left and SCHEDULES[name].allows(num_ranks, num_microbatches)]
+    return [make(name, num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=v) for name in able]
 
 
 def _search(works: Sequence[StepWork], named: Sequence[Schedule], effort: int) -> _Start:
@@ -185,14 +176,15 @@ def _search(works: Sequence[StepWork], named: Sequence[Schedule], effort: int) -
 
 
 def _starts(works: Sequence[StepWork], named: Sequence[Schedule]) -> list[_Start]:
-    """Orders from which a search may begin, the best first: the named ones, and those of each rule."""
+    """Orders from which a search may begin, the best first: the named ones that fit, and those of each rule."""
     found: dict[tuple[int, ...], _Start] = {}
     shortest = math.inf
     for work in sorted(works, key=lambda work: work.least_span):
         if work.least_span >= shortest - work.noise:
             break
         given = [work.numbered(schedule.rows) for schedule in named if schedule.stage_to_rank == work.owner]
-        orders = [*filter(None, given), *(order_by(work, rule) for rule in GREEDY_RULES)]
+        orders = [rows for rows in given if rows is not None and work.fits(rows)]
+        orders += [order_by(work, rule) for rule in GREEDY_RULES]
         starts = [_timed(work, rows) for rows in orders]
         found |= {(*work.owner, *itertools.chain(*start.rows)): start for start in starts}
         shortest = min(shortest, *(start.span for start in starts))
@@ -211,7 +203,7 @@ def _improved(starts: Iterable[_Start], num_steps: int) -> list[_Start]:
     for start in starts:
         done = start
         if start.work.least_span < best - start.work.noise:
-            done = _timed(start.work, improve(start.work, start.rows, num_steps).rows)
+            done = _timed(start.work, improve(start.work, start.rows, num_steps))
         best = min(best, done.span)
         found.append(done)
     return sorted(found, key=lambda start: start[:2])

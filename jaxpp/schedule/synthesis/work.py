@@ -5,7 +5,7 @@ each row alone. Memory is known from a row alone, too: F of a stage takes the by
 """
 
 import itertools
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,25 +25,6 @@ class Starts(NamedTuple):
     starts: list[float]
     order: list[int]
     span: float
-
-
-def in_order(rows: Iterable[ActionRow]) -> tuple[ActionRow, ...]:
-    """The rows with the microbatches of each stage in order, which changes no time and no memory."""
-    found = []
-    for row in rows:
-        seen, owed = Counter[tuple[int, bool]](), defaultdict[int, deque[int]](deque)
-        actions = list[Action]()
-        for stage, kind, _ in row:
-            if kind == Kind.W:
-                microbatch = owed[stage].popleft()
-            else:
-                microbatch = seen[stage, kind == Kind.F]
-                seen[stage, kind == Kind.F] += 1
-            if kind == Kind.I:
-                owed[stage].append(microbatch)
-            actions.append(Action(stage, kind, microbatch))
-        found.append(tuple(actions))
-    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -637,6 +637,41 @@ def unfit(leaf: Leaf, *, numbers: bool = True) -> Unfit | None:
         return Unfit(describe(leaf), f"convert it to a type that JAX knows, array.astype({fix})" + " for example" * (not swapped))
 
 
+def differences(found: Tree, wanted: Tree, path: str, *, shapes: bool = True, as_taken: bool = False) -> list[str]:
+    """Where a tree differs from the one that is wanted, a line for each node and leaf; without ``shapes`` in its nodes alone.
+
+    ``as_taken``: NumPy's 64-bit numbers have the types as which JAX takes them.
+    """
+    (ours, mine), (theirs, yours) = map(_children, (found, wanted))
+    if "" in ours and "" in theirs:
+        alike = not shapes
+        if shapes and (isinstance(found, jax.Array) or unfit(found, numbers=False) is None):
+            dtype = jax.dtypes.canonicalize_dtype(found.dtype, allow_extended_dtype=True) if as_taken else found.dtype
+            alike = (found.shape, dtype) == (wanted.shape, wanted.dtype)
+        return [] if alike else [f"{path}: {_named(found)} instead of {_named(wanted)}"]
+    if mine != yours and (type(found) is not type(wanted) or ours.keys() == theirs.keys()):
+        return [f"{path}: {_named(found)} instead of {_named(wanted)}"]
+    lines = [f"{path}{key} is missing" for key in theirs if key not in ours]
+    lines += [f"{path}{key} is not expected" for key in ours if key not in theirs]
+    for key in [key for key in ours if key in theirs]:
+        lines += differences(ours[key], theirs[key], path + key, shapes=shapes, as_taken=as_taken)
+    return lines
+
+
+def _children(tree: Tree) -> tuple[dict[str, Tree], object]:
+    """The children of a node by their keys, and what it is; a leaf is its own child, without a key."""
+    children, node = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda child: child is not tree)
+    return {jax.tree_util.keystr(path): child for path, child in children}, node
+
+
+def _named(node: Tree) -> str:
+    children, _ = _children(node)
+    if "" in children:
+        why = None if isinstance(node, jax.Array) else unfit(node, numbers=False)
+        return describe(node) if why is None else why.what
+    return "none" if node is None else f"a {type(node).__name__} of {len(children)}"
+
+
 def _check_aux(aux: Tree, words: Words, name: str = "") -> None:
     name = name or words.aux
     if wrong := wrong_leaves(name, jax.tree_util.tree_leaves_with_path(aux), "leave out what is neither", numbers=True):
@@ -650,24 +685,14 @@ def _check_state(aux: Tree, old: Tree, words: Words) -> tuple[list[Leaf], Tree]:
         got = type(aux).__name__ if not isinstance(aux, tuple) else f"a tuple of {len(aux)}"
         raise words.error(where, f"it returns {words.pair}", f"(loss, {got})" if words is _LOSS else got, words.fix)
     new, aux = aux
-    before, after = jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new)
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        had, has = ({jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (old, new))
-        got = [f"without {name}{path}" for path in sorted(had - has)] + [f"with a new {path}" for path in sorted(has - had)]
-        got = got or f"{jax.tree.structure(new)} instead of {jax.tree.structure(old)}"
+    if got := differences(new, old, name, shapes=False):
         rule, fix = f"the new {words.state} is a tree like the old one", f"return every leaf of the {words.state}, changed or not"
         raise words.error(where, rule, got, f"{fix}, and no other")
     _check_aux(new, words, name)
-    shapes = [jax.eval_shape(jnp.asarray, leaf) for leaf in after]
-    wrong = [
-        f"{name}{jax.tree_util.keystr(path)}: {describe(a)} becomes {describe(b)}"
-        for (path, a), b in zip(before, shapes, strict=True)
-        if (a.shape, a.dtype) != (b.shape, b.dtype)
-    ]
-    if wrong:
+    if wrong := differences(jax.tree.map(lambda leaf: jax.eval_shape(jnp.asarray, leaf), new), old, name):
         rule = f"the leaves of the {words.state} keep their shapes and types"
         raise words.error(where, rule, wrong, "give new values the old shape, and cast them with .astype(old.dtype)")
-    return after, aux
+    return jax.tree.leaves(new), aux
 
 
 def check_trainable(leaves: Sequence[tuple[KeyPath, Leaf]], *, allow_int: bool) -> None:
