@@ -146,8 +146,8 @@ def _alone(graph: Graph, i: int, outputs: Sequence[Var], given: Sequence[Sequenc
     run = graph.function([i], needs, outputs)
     if not axes_named([eqn]) and not divides([eqn]):
         return [run(*values) for values in given]
-    refs = [tuple(Ref(Role.RESIDUAL, k, shared=not several) for k in range(len(each))) for each in (needs, outputs)]
-    program = Program(run, *refs, shapes_of(needs), spans=job.program.spans, env=job.program.env)
+    reads, writes = (tuple(Ref(Role.RESIDUAL, k, shared=not several) for k in range(len(each))) for each in (needs, outputs))
+    program = Program(run, reads, writes, shapes_of(needs), spans=job.program.spans, env=job.program.env)
     together = [jnp.stack(each) if several else each[0] for each in zip(*given, strict=True)]
     made = list(map(on_host, job.place.jit(program, ())(*together)))
     return [[value[k] if several else value for value in made] for k in range(len(given))]
