@@ -387,11 +387,8 @@ class ProgramTable(_Summed, Sequence[ProgramRow]):
 def programs_of(engine: Engine, batch: Batch, key: Key | None, purpose: Purpose) -> ProgramTable:
     """Read the compiled programs of a step, or of forwards, each once; of several processes, those of this one."""
     lowered, programs = step_programs(engine, batch, key, purpose)
-    shapes, paths, ranks = (
-        step_shapes(engine, lowered),
-        lowered.step.cuts[0].loss.param_paths,
-        engine.options.schedule.stage_to_rank,
-    )
+    shapes, paths = step_shapes(engine, lowered), lowered.step.cuts[0].loss.param_paths
+    ranks = engine.options.schedule.stage_to_rank
     rows = []
     for each in programs:
         line, compiled = each.line, each.compiled

@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 import os
 import sys
 import threading
@@ -321,8 +322,8 @@ def texts_of_all(text: str) -> tuple[str, ...]:
 
 
 def told_by_all(said: object) -> list[Any]:
-    """What each process says, as JSON has it; every process calls this, in the same order."""
-    return [json.loads(text) for text in texts_of_all(json.dumps(said, default=int))]
+    """What each process says, as JSON has it, NumPy's numbers too; every process calls this, in the same order."""
+    return [json.loads(text) for text in texts_of_all(json.dumps(said, default=operator.methodcaller("item")))]
 
 
 def rows_of_all(values: np.ndarray) -> np.ndarray:
