@@ -40,7 +40,6 @@ _MESH = re.compile(r"mesh\[(?P<sizes>[^\]]*)\](?:,\s*device_ids=\((?P<ids>[^()]*
 _AXIS = re.compile(r"'?(?P<name>[^':,]+)'?(?::\((?P<before>\d+)\)(?P<size>\d+))?$")
 _BRACKET = re.compile(r"[({\[\])}]")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_DOUBLE = re.compile(r"\b(?:f64|c128)\[")
 _ROLES = "calls|called_computations|to_apply|body|condition|branch_computations|true_computation|false_computation"
 _CALLED = re.compile(rf"\b(?P<role>{_ROLES})=(?:\{{(?P<many>[^{{}}]*)\}}|%?(?P<one>[\w.\-]+))")
 _TRIPS = re.compile(r'"known_trip_count"\s*:\s*\{\s*"n"\s*:\s*"(\d+)"')
@@ -246,7 +245,8 @@ def aliased(hlo_text: str) -> frozenset[int]:
 
 def float64_in(hlo_text: str) -> bool:
     """Whether any value of the program is of double precision."""
-    return _DOUBLE.search(_STRING.sub("", hlo_text)) is not None
+    text = _STRING.sub("", hlo_text)
+    return "f64[" in text or "c128[" in text
 
 
 def parse_hlo(text: str) -> tuple[dict[str, list[HloInstruction]], str | None]:
