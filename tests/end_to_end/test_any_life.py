@@ -11,6 +11,8 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import os
+import pathlib
 import pickle
 import signal
 import tempfile
@@ -852,6 +854,41 @@ def seeds() -> Iterator[Any]:
 @pytest.mark.parametrize("seed", list(seeds()))
 def test_after_each_event_of_a_random_life_the_state_is_that_of_one_device(seed):
     check(lived(seed))
+
+
+def resident_mebibytes() -> float:
+    """What this process has in memory."""
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def five_hundred_steps(case: Case) -> list[tuple[int, int, float]]:
+    """What is in memory after 300 steps and after 500: the bytes of arrays, the objects of Python, the process."""
+    living, sizes = Living(case), []
+    for number in range(1, 501):
+        living.state, _ = living.pipe.step(living.state, *living.args, **living.task)
+        living.more = number % 6
+        if number in (300, 500):
+            jax.block_until_ready(living.state)
+            if living.trained.bank is not None:
+                living.trained.bank.wait()
+            gc.collect()
+            sizes.append((bytes_alive(), len(gc.get_objects()), resident_mebibytes()))
+    return sizes
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="asks Linux how much memory the process has")
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(8000, 8036))
+def test_the_last_of_five_hundred_steps_hold_what_those_before_held(seed):
+    case = lived(seed).case
+    case = dataclasses.replace(case, given={name: value for name, value in case.given.items() if name != "sizes"})  # compiles
+    with configured():
+        try:
+            (arrays, objects, resident), later = five_hundred_steps(case)
+        except Refused as error:
+            pytest.skip(str(error))
+    assert later[0] == arrays
+    assert later[1] - objects < 200 and later[2] - resident < 8
 
 
 def test_every_event_occurs_often():
