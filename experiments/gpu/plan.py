@@ -166,10 +166,11 @@ def _plain_kernels(problem: Problem, shapes: Any, batch: Any, key: Any, microbat
 
 def _rows(job: Job, found: Planned, bound: StepBound, held: Forecast, num_sends: int) -> Iterator[Row]:
     first, *others = bound.lines()
+    hands = next(k for k, line in enumerate(others) if " kernels of a step in " in line)  # what is told of the host
     yield job.row("a step", f"at least {1e3 * found.seconds:.3g} ms", note=first.partition(": ")[2], **dataclasses.asdict(found))
     rate = found.count / found.seconds
     yield job.row(f"{found.unit} a second", f"at most {rate:,.0f}", note=f"{found.count:,} {found.unit} in a step")
-    yield job.row("of the peak (MFU)", f"at most {found.most:.1%}", note="; ".join(others[:-1]))
+    yield job.row("of the peak (MFU)", f"at most {found.most:.1%}", note="; ".join(others[:hands]))
     if found.bubble is None:
         yield job.row("bubble", "none", note=f"the {bound.schedule.num_ranks} ranks share devices")
     else:
@@ -186,9 +187,9 @@ def _rows(job: Job, found: Planned, bound: StepBound, held: Forecast, num_sends:
     note = f"{device_name(worst)}, at {held.moments[worst]}; {'it fits' if held.fits else 'IT DOES NOT FIT'}: "
     note += f"JAX takes {bytes_in_words(room)} of that GPU; {_temporaries(held, worst)}"
     yield job.row("memory of the fullest device", bytes_in_words(found.peak), note=note)
-    note = f"{num_sends} sends between devices"
+    note = "; ".join([f"{num_sends} sends between devices", *others[hands + 1 :]])
     yield job.row("over the links", bytes_in_words(found.link_bytes), note=note)
-    yield job.row("time of the host", f"{1e3 * found.host:.2f} ms", note=others[-1])
+    yield job.row("time of the host", f"{1e3 * found.host:.2f} ms", note=others[hands])
 
 
 def _temporaries(held: Forecast, device: Any) -> str:

@@ -66,6 +66,9 @@ def test_a_plan_has_a_row_for_each_bound_and_the_first_has_all_numbers(tmp_path)
     head, line = summary(rows)
     assert dict(zip(head, line, strict=True))["devices"] == "4 x h100"
     assert line[-2] == said["kernels / plain"]
+    notes = {row.what: row.note for row in rows}
+    assert [what for what, note in notes.items() if " kernels of a step in " in note] == ["time of the host"]
+    assert [what for what, note in notes.items() if "hides transfers" in note] in ([], ["over the links"])
 
 
 @pytest.mark.targets
