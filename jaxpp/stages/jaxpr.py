@@ -30,7 +30,7 @@ Atom = Var | Literal  # What an equation reads: a variable or a number
 Checkpoint = Callable[[Callable[..., Tree]], Callable[..., Tree]]  # Puts a function under ``jax.checkpoint``
 
 _RENAMED = {"remat2": "checkpoint", "copy_p": "copy", "custom_vjp_call": "custom_vjp", "custom_jvp_call": "custom_jvp"}
-CALLS = frozenset({"jit", "closed_call", "core_call"})  # Kinds of equations that only call a function
+CALLS = frozenset({"jit", "closed_call", "core_call", "program_order"})  # Kinds of equations that only call a function
 CUSTOM_RULES = frozenset({"custom_jvp", "custom_vjp"})  # Kinds of equations that call a function with a derivative of its own
 CHECKPOINTS = frozenset({"checkpoint"})  # Kinds of equations that call a function under ``jax.checkpoint``
 

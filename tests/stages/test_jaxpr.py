@@ -6,6 +6,7 @@ Each test names the function of ``jaxpp/stages/jaxpr.py`` to change where it fai
 import importlib
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, Var
 
+import jaxpp
 from jaxpp.stages import jaxpr as inside
 from jaxpp.stages.graph import marked, trace
 from jaxpp.stages.layers import _Integers
@@ -135,6 +137,22 @@ def test_a_value_has_the_marks_of_all_that_it_is_made_of():
     graph, _ = trace(lambda a, b, c: (a * b + 1, b - c, -c), X, X, X)
     marks = marked(graph, {var: 1 << k for k, var in enumerate(graph.inputs)})
     assert [marks[var] for var in graph.outputs] == [0b011, 0b110, 0b100]
+
+
+@pytest.mark.parametrize("enforce", [False, True])
+def test_what_runs_in_the_order_of_the_program_is_opened_as_a_call_is(enforce):
+    overlap = pytest.importorskip("jax.experimental.overlap")
+
+    @overlap.program_order(enforce=enforce)
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    params, x = [jnp.eye(4) * 0.9] * 3, jnp.ones((4, 4))
+    wanted = jax.value_and_grad(loss)(params, x)
+    found = jaxpp.gather(jaxpp.value_and_grad(loss, num_stages=3, num_microbatches=2)(params, x))
+    chex.assert_trees_all_close(found, wanted, rtol=1e-6)
 
 
 def test_an_equation_says_which_line_of_the_model_it_is_of():
@@ -373,8 +391,8 @@ WITH_EFFECTS = set(
     "addupdate box_get box_set buffer_callback call call_exported call_hi_primitive check closed_call compute_on cond core_map "
     "custom_jvp_call custom_jvp_call_jaxpr custom_linear_solve custom_vjp_call custom_vmap_call dce_sink debug_callback "
     "debug_print empty_ref eval_jaxpr ffi_call free_ref freeze get inspect_sharding io_callback jit jaxpr_call log_extend log_read "
-    "new_box new_log new_ref optimization_barrier remat2 remat_opt run_state scan shape_assertion shard_map swap while "
-    "xla_metadata_call zeros_like".split()
+    "new_box new_log new_ref optimization_barrier program_order remat2 remat_opt run_state scan shape_assertion shard_map swap "
+    "while xla_metadata_call zeros_like".split()
 )
 """Primitives that may have effects: their own, or those of functions inside. Each was looked at."""
 
