@@ -694,8 +694,7 @@ class Preparer:
     def _cut(self, loss_fn: LossFn, microbatch: Batch, key: Key | None, *, train: bool, alone: bool) -> CutLoss:
         layout, options = self.layout, self.options
         loss = self.tracing.trace(loss_fn, layout.variables, microbatch, key, train=train)
-        same = loss.primitives == layout.spine
-        cuts = layout.cuts if same else align(loss, options.schedule.num_stages, layout.owner, layout.state_owner, train=train)
+        cuts = self._cuts_of(loss_fn, loss, train=train)
         loss, reducers, weight = with_copies(loss, cuts, layout.copies), layout.reducers, layout.weight
         if loss_fn != options.loss_fn:
             merge = self.tracing.merge(loss, loss_fn, layout.variables, microbatch, key)
@@ -704,6 +703,20 @@ class Preparer:
                 warn(merge.warning)
         known = {"packs": layout.packs, "state_owner": layout.state_owner}
         return replace(self.tracing.cut(loss, cuts, layout.owner, reducers, train=train, **known), weight=weight)
+
+    def _cuts_of(self, loss_fn: LossFn, loss: TracedLoss, *, train: bool) -> Cuts:
+        """Where a trace is cut: as one of the same equations at other shapes is, or so that owners stay.
+
+        A model state passes from microbatches of one size to those of another, so its new value is made on the same stage in both.
+        """
+        layout = self.layout
+        if loss.primitives == layout.spine:
+            return layout.cuts
+        for (other, _, trained, _), cut in list(self._cuts.items()):  # another thread may add some
+            alike = other == loss_fn and trained == train
+            if alike and with_copies(loss, cut.cuts, layout.copies).primitives == cut.loss.primitives:
+                return cut.cuts
+        return align(loss, self.options.schedule.num_stages, layout.owner, layout.state_owner, train=train)
 
     def is_whole(self, batch: Batch, key: Key | None) -> bool:
         """Whether the loss of a step is known to be that of the whole batch of these shapes."""
