@@ -1046,9 +1046,7 @@ def test_any_options_on_any_model_train_as_on_one_device_or_are_refused(seed):
 @pytest.mark.long
 def test_a_state_passes_between_microbatches_of_both_sizes_of_another_loss():
     given = {"microbatches": 4, "balance": "cost", "state": True, "uneven": 2, "evaluate other": True}
-    assert (
-        check(Case(500435, given, (1,))) == "equal: equal"
-    )  # of one size it was made on another stage than it was read of the other
+    assert check(Case(500435, given, (1,))) == "equal: equal"  # cut at other places, one size reads before the other has made
 
 
 def test_every_option_occurs_often_and_beside_every_other():
