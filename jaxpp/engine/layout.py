@@ -714,9 +714,9 @@ class Preparer:
             return layout.cuts
         for name, cut in list(self._cuts.items()):  # another thread may add some
             other, _, trained, _ = cast("tuple[LossFn, Hashable, bool, bool]", name)
-            if other == loss_fn and trained == train:
-                if with_copies(loss, cut.cuts, layout.copies).primitives == cut.loss.primitives:
-                    return cut.cuts
+            same = other == loss_fn and trained == train
+            if same and with_copies(loss, cut.cuts, layout.copies).primitives == cut.loss.primitives:
+                return cut.cuts
         return align(loss, self.options.schedule.num_stages, layout.owner, layout.state_owner, train=train)
 
     def is_whole(self, batch: Batch, key: Key | None) -> bool:
