@@ -1009,10 +1009,11 @@ def check(case: Case) -> str:
     """Judge a case; if it is wrong, an AssertionError with the smallest like it.
 
     Without its optimisations XLA may compute one value twice in a program, and otherwise the second time, so that a maximum is none
-    of its operands. A case whose numbers differ is void if it is equal where XLA compiles as for users.
+    of its operands. A case whose numbers differ, by the same each time, is void if it is equal where XLA compiles as for users.
     """
     found = outcome(case)
-    if found.kind in ("WrongError", "VerifyError") and compiled_as_users_do(case) == "equal":
+    differs = found.kind in ("WrongError", "VerifyError") and outcome(case) == found  # what two runs make otherwise is a race
+    if differs and compiled_as_users_do(case) == "equal":
         return f"void: equal where XLA optimises; here {found.said.splitlines()[-1]}"
     if found.status == "failed":
         small = smallest(case, found)
@@ -1023,9 +1024,9 @@ def check(case: Case) -> str:
 
 
 SHORT = 211, 228
-KEPT = 401276, 400781, 401369, 500157
+KEPT = 401276, 400781, 401369
 """Of the cases of long runs, those that told something: a norm with the digits of float32, a sum beside another loss's mean, a
-parameter that waits in host memory beside a rank of another width, a maximum that is none of its operands."""
+parameter that waits in host memory beside a rank of another width."""
 
 
 def seeds() -> Iterator[Any]:
@@ -1047,6 +1048,11 @@ def test_any_options_on_any_model_train_as_on_one_device_or_are_refused(seed):
 def test_a_state_passes_between_microbatches_of_both_sizes_of_another_loss():
     given = {"microbatches": 4, "balance": "cost", "state": True, "uneven": 2, "evaluate other": True}
     assert check(Case(500435, given, (1,))) == "equal: equal"  # cut at other places, one size reads before the other has made
+
+
+@pytest.mark.slow  # in two processes
+def test_a_maximum_that_is_none_of_its_operands_without_optimisations_is_told_from_a_fault():
+    assert check(drawn(500157)).startswith(("equal", "void: equal where XLA optimises"))
 
 
 def test_every_option_occurs_often_and_beside_every_other():

@@ -509,12 +509,16 @@ def test_the_plan_of_steps_that_overlap_makes_what_the_steps_make():
     equal((found.state, found.loss, found.grad_norm), (pipe.engine.leaves(state.held), metrics.loss, metrics.grad_norm))
 
 
-def test_a_profile_of_steps_in_flow_has_both_actions_of_a_program():
-    pipe = pipeline(delay=1, stages=3, microbatches=4, fuse=True)
+@pytest.mark.parametrize(("schedule", "fuse"), [("1f1b", True), ("zb-h2", False)])
+def test_a_profile_of_steps_in_flow_has_the_actions_in_the_order_in_which_they_were_handed_over(schedule, fuse):
+    pipe = pipeline(delay=1, stages=3, microbatches=4, schedule=schedule, fuse=fuse)
     profile = pipe.profile(pipe.init(PARAMS, X), X, num_batches=2, num_steps=1)
-    assert (
-        set(profile.actions) == set(profile.schedule.order) and profile.schedule.rows == jaxpp.schedule.flow(pipe.schedule, 2).rows
-    )
+    assert profile.schedule.rows == jaxpp.schedule.flow(pipe.schedule, 2).rows
+    known = {action for action in profile.schedule.order if (action.stage, action.kind) != (0, "I")}  # which has nothing to do
+    assert set(profile.actions) == known
+    for rank, row in enumerate(profile.schedule.rows):
+        ran = [span for span in profile.spans if span.rank == rank and span.action is not None and not span.sends]
+        assert [span.action for span in sorted(ran, key=lambda span: span.begun)] == [each for each in row if each in known]
     assert all(sum(causes) == pytest.approx(idle) for causes, idle in zip(profile.causes, profile.idle, strict=True))
 
 

@@ -116,7 +116,8 @@ def test_a_step_of_many_in_flow_has_no_bubble_and_waits_for_its_busiest_device(m
     assert late.parts.bubble < 0.01 * late.seconds < alone.parts.bubble
     assert sum(late.parts) == pytest.approx(late.seconds)
     busiest = max(4 * sum(late.costs.of(jaxpp.schedule.Action(stage, kind, 0)) for kind in "FB") for stage in (0, 1))
-    assert late.seconds - late.parts.rest == pytest.approx(busiest, rel=0.05) and late.parts.rest < busiest
+    assert late.seconds - late.parts.rest == pytest.approx(busiest)
+    assert late.parts.rest <= alone.parts.rest  # the update, whose kernels another XLA divides otherwise
 
 
 def test_what_the_host_does_to_a_step_goes_by_its_kernels_and_by_what_devices_really_take(monkeypatch):

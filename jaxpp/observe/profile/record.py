@@ -192,10 +192,14 @@ def _plan_of(bound: Bound) -> Plan:
     """The lines of all processes as a plan, of which nothing can be run."""
     lines = list[_Named]()
     for line in bound.lines:
-        call, name = (tuple, "") if line.program is None else (line.program.function, line.program.name)
+        call, name = (_elsewhere, "") if line.program is None else (line.program.function, line.program.name)
         about = About(line.device, line.stage, line.action, line.is_send, name, -1, line.copies, line.fused)
         lines.append((Instruction(line.label, call, (), (), (), about), line.inputs, line.outputs))
     return _plan_of_names(lines)
+
+
+def _elsewhere(*_: Array) -> Sequence[Array]:
+    raise AssertionError("a plan that is only looked at is not run")
 
 
 class Stamps:
